@@ -1,0 +1,90 @@
+"""Turning a Hessian into the triangular factor that GPTQ walks along."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RAISE = 3.0
+ATTEMPTS = 8
+SMALLEST_RAISED = 1e-4
+
+
+class NotPositive(ArithmeticError):
+    """The Hessian could not be factorized at any damping that was tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A damped Hessian ``[in, in]`` and its factor, columns in the order of the walk.
+
+    order: int64 ``[in]`` or None (natural): position p holds column ``order[p]``.
+    hessian: float32, damped, dead columns with 1 on the diagonal.
+    upper: float32 U, upper triangular, ``UT U = hessian**-1``: row j is how an error in column j spreads over the
+        columns that follow, and ``1 / U[j, j]**2`` is what a unit error in column j costs after they compensated.
+    dead: bool ``[in]``, columns whose input was always zero.
+    damping: the fraction of the mean diagonal that was added in the end.
+    escalations: how often the damping had to be raised; 0 when the first worked.
+    """
+
+    order: Tensor | None
+    hessian: Tensor
+    upper: Tensor
+    dead: Tensor
+    damping: float
+    escalations: int
+
+    @property
+    def price(self) -> Tensor:
+        """float32 ``[in]``, ``1 / U_jj**2`` in walk order (algorithms: LeanQuant 2407.10032, GPTQ's own loss)."""
+        return self.upper.diagonal().square().reciprocal()
+
+
+def descending(hessian: Tensor) -> Tensor:
+    """Act-order: columns by falling diagonal; equal ones keep their order, so that runs repeat."""
+    return torch.argsort(hessian.diagonal(), descending=True, stable=True)
+
+
+def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> Factor:
+    """Damp, factorize in float64, raise the damping threefold while that fails.
+
+    hessian: ``[in, in]`` symmetric, any scale. damping: fraction of the mean diagonal. Raises NotPositive.
+
+    H**-1 = UT U with U upper needs no inverse of H: reversing rows and columns turns Cholesky's lower factor into
+    an upper one, H = R RT, and U = R**-1. A third of the work, and better conditioned.
+    """
+    base = hessian.double()
+    if order is not None:
+        base = base[order][:, order]
+    diagonal = base.diagonal()
+    dead = diagonal == 0
+    mean = float(diagonal.mean()) or 1.0
+    fraction = damping
+    for attempt in range(ATTEMPTS):
+        damped = base.clone()
+        damped.diagonal().add_(fraction * mean)
+        damped.diagonal()[dead] = 1.0
+        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+        # float32 sums leave noise of 1e-7: a pivot down there is noise as well, and dividing by it amplifies it.
+        if not failed and float(lower.diagonal().min()) ** 2 > 1e-9 * mean:
+            upper = invert_upper(lower.flip(0, 1))
+            return Factor(order, damped.float(), upper.float(), dead, fraction, attempt)
+        fraction = max(RAISE * fraction, SMALLEST_RAISED)
+    raise NotPositive(f"not positive definite even with {fraction / RAISE:.2g} of its mean diagonal added")
+
+
+def invert_upper(upper: Tensor, leaf: int = 64) -> Tensor:
+    """Inverse of an upper triangular matrix by halves: matrix products only, and no work on the zeros below."""
+    size = upper.shape[0]
+    if size <= leaf:
+        return torch.linalg.solve_triangular(upper, torch.eye(size, dtype=upper.dtype), upper=True)
+    half = size // 2
+    left = invert_upper(upper[:half, :half], leaf)
+    right = invert_upper(upper[half:, half:], leaf)
+    inverse = torch.zeros_like(upper)
+    inverse[:half, :half] = left
+    inverse[half:, half:] = right
+    inverse[:half, half:] = -(left @ upper[:half, half:] @ right)
+    return inverse
