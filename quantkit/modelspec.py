@@ -29,8 +29,8 @@ class Fold:
         (as linear, but under grouped queries one value channel feeds the same channel of several query heads,
         so s is shared between them: consumer channels are ``[heads, head_dim]``, producer channels
         ``[kv_heads, head_dim]``).
-    rows: which of the producer's rows carry the scaled output: "" for all of them, "gate_up:up" for the second
-        half, "qkv:v" for the value rows of a fused ``[q, k, v]`` projection.
+    rows: which of the producer's rows carry the scaled output: "" for all of them, "gate_up:up" for the
+        second half, "qkv:v" for the value rows of a fused ``[q, k, v]`` projection.
     """
 
     producer: str
@@ -57,7 +57,9 @@ class ModelSpec:
     transposed: bool = False  # GPT-2's Conv1D stores [in, out]
     tuple_output: bool = False  # the block returns (hidden, ...) instead of hidden
     fused: tuple[tuple[str, ...], ...] = ()  # sets that serving engines fuse and that must share a scheme
-    unquantized: tuple[str, ...] = ()  # block submodules or parameters that are never quantized (routers, experts)
+    unquantized: tuple[
+        str, ...
+    ] = ()  # block submodules or parameters that are never quantized (routers, experts)
     writers: tuple[str, ...] = ()  # linears (or expert parameters) whose outputs reach the residual stream
     post_norms: tuple[str, ...] = ()  # norms between a writer and the residual stream (gemma)
     gguf_arch: str | None = None
@@ -105,7 +107,9 @@ def unlisted(block: nn.Module, spec: ModelSpec) -> list[str]:
     as unquantized. Not empty means that the spec does not describe this block: nothing is skipped silently.
     """
     known = set(spec.linears_in(block)) | set(spec.unquantized)
-    owners = {name.removesuffix(".weight"): param for name, param in block.named_parameters() if param.dim() > 1}
+    owners = {
+        name.removesuffix(".weight"): param for name, param in block.named_parameters() if param.dim() > 1
+    }
     return [n for n in owners if n not in known and not any(n.startswith(f"{k}.") for k in spec.unquantized)]
 
 
@@ -130,11 +134,13 @@ def check(model: nn.Module, spec: ModelSpec, kind: str) -> None:
     """Raise UserError unless ``spec`` describes every decoder block of ``model``."""
     for name in (spec.embed, spec.blocks, spec.norm):
         if not has(model, name):
-            raise UserError(f"the architecture data for {kind!r} names {name!r}, which this model does not have")
+            raise UserError(
+                f"the architecture data for {kind!r} names {name!r}, which this model does not have"
+            )
     blocks = model.get_submodule(spec.blocks)
     for index, block in enumerate(blocks.children()):
         if stray := unlisted(block, spec):
             raise UserError(
                 f"the architecture data for {kind!r} does not cover {', '.join(stray)} of block {index}; "
-                f"add them to quantkit/models/{kind}.py (to `groups`, or to `unquantized` to leave them alone)"
+                f"add them to quantkit/models/{kind}.py (to `groups`, or to `unquantized`)"
             )

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,9 @@ class BlockCall:
     kwargs: dict[str, Any]
 
 
-def build_skeleton(config: Any, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> nn.Module:
+def build_skeleton(
+    config: Any, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+) -> nn.Module:
     """The causal language model of a transformers config with every parameter on the meta device.
 
     Buffers that are no checkpoint tensors (rotary frequencies, embedding scales) are real. Evaluation mode,
@@ -64,7 +66,9 @@ def _stored(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for path, owner in module.named_modules():
         names = [n for n, p in owner._parameters.items() if p is not None]
         names += [
-            n for n, b in owner._buffers.items() if b is not None and n not in owner._non_persistent_buffers_set
+            n
+            for n, b in owner._buffers.items()
+            if b is not None and n not in owner._non_persistent_buffers_set
         ]
         for name in names:
             yield (f"{path}.{name}" if path else name), owner, name
@@ -83,7 +87,9 @@ def materialize(
         old = getattr(owner, name)
         new = tensors(full)
         if new.shape != old.shape:
-            raise UserError(f"{full} has shape {tuple(new.shape)} in the checkpoint; the model expects {tuple(old.shape)}")
+            raise UserError(
+                f"{full} has shape {tuple(new.shape)} in the checkpoint; the model expects {tuple(old.shape)}"
+            )
         if new.is_floating_point():
             new = new.to(dtype)
         if name in owner._parameters:
@@ -158,9 +164,11 @@ def capture(model: nn.Module, spec: ModelSpec, input_ids: Tensor) -> tuple[Tenso
     replaced: list[tuple[nn.Module, Callable[..., Any]]] = [(block, record) for block in blocks]
     replaced.append((model.get_submodule(spec.norm), identity))
     with _replaced_forwards(replaced):
-        model.base_model(input_ids=input_ids, use_cache=False)
+        cast(nn.Module, model.base_model)(input_ids=input_ids, use_cache=False)
     if len(calls) != len(blocks):
-        raise UserError(f"the model called {len(calls)} of its {len(blocks)} blocks; this architecture cannot be walked")
+        raise UserError(
+            f"the model called {len(calls)} of its {len(blocks)} blocks; this architecture cannot be walked"
+        )
     return first[0], calls
 
 
@@ -188,7 +196,7 @@ def run_tail(model: nn.Module, spec: ModelSpec, hidden: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def run_head(model: nn.Module, hidden: Tensor) -> Tensor:
+def run_head(model: nn.Module, spec: ModelSpec, hidden: Tensor) -> Tensor:
     """Logits ``[batch, tokens, vocab]`` from normed hidden states, by the model's own code, so that soft caps
     and logit scales are applied. Only the head must be materialized."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -205,7 +213,12 @@ def run_head(model: nn.Module, hidden: Tensor) -> Tensor:
         return Tail(last_hidden_state=hidden)
 
     ids = torch.zeros(hidden.shape[:-1], dtype=torch.long)
-    with _replaced_forwards([(model.base_model, inner)]):
+    # OPT's causal model calls the decoder directly, past its base model
+    bodies = {
+        id(m): m
+        for m in (cast(nn.Module, model.base_model), model.get_submodule(spec.blocks.rpartition(".")[0]))
+    }
+    with _replaced_forwards([(body, inner) for body in bodies.values()]):
         return model(input_ids=ids, use_cache=False).logits
 
 
@@ -217,13 +230,18 @@ def materialize_head(
     if not has_tied_head(model):
         materialize(head, spec.head, tensors, dtype)
         return
-    materialize(head, spec.head, lambda name: tensors(f"{spec.embed}.weight" if name.endswith(".weight") else name), dtype)
+    materialize(
+        head,
+        spec.head,
+        lambda name: tensors(f"{spec.embed}.weight" if name.endswith(".weight") else name),
+        dtype,
+    )
 
 
 def materialize_embeddings(
     model: nn.Module, spec: ModelSpec, tensors: Callable[[str], Tensor], dtype: torch.dtype = torch.float32
 ) -> None:
-    """Load everything that runs before the blocks: token and position embeddings, input projections and norms."""
+    """Load everything that runs before the blocks: embeddings of tokens and positions, their norms."""
     for name in embedding_modules(model, spec):
         materialize(model.get_submodule(name), name, tensors, dtype)
 

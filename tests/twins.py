@@ -63,7 +63,10 @@ TWINS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("phi3", {"sliding_window": None}),
-    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "tie_word_embeddings": True}),
+    "gpt2": (
+        "gpt2",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "tie_word_embeddings": True},
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3-moe": (
         "qwen3_moe",
@@ -100,9 +103,15 @@ def _fill(model: nn.Module, seed: int, spread: float) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() > 1:
-            fan_in = parameter.shape[0] if "Conv1D" in type(model.get_submodule(name.rpartition(".")[0])).__name__ else parameter.shape[-1]
+            fan_in = (
+                parameter.shape[0]
+                if "Conv1D" in type(model.get_submodule(name.rpartition(".")[0])).__name__
+                else parameter.shape[-1]
+            )
             embedding = "embed" in name or ".wte" in name or ".wpe" in name
-            scale = 0.25 if embedding else spread * fan_in**-0.5  # a tied head then gives logits of ordinary size
+            scale = (
+                0.25 if embedding else spread * fan_in**-0.5
+            )  # a tied head then gives logits of ordinary size
             parameter.copy_(noise * scale)
         elif name.endswith("bias"):
             parameter.copy_(0.1 * noise)
@@ -138,7 +147,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def save(name: str, folder: Path | str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+def save(
+    name: str, folder: Path | str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
     """Write the twin as a Hugging Face folder (config, safetensors, generation config, tokenizer)."""
     folder = Path(folder)
     build(name, seed, **changes).to(dtype).save_pretrained(folder)
