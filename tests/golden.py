@@ -26,7 +26,8 @@ def load(name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not folder().is_dir():
         pytest.skip(f"golden files of the peers are not at {folder()} (set QUANTKIT_SHARED)")
     with safe_open(folder() / f"{name}.safetensors", "pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()
+        keys = list(file.keys())
+        return {key: file.get_tensor(key) for key in keys}, file.metadata()
 
 
 def names(prefix: str) -> list[str]:

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UserError
-from quantkit.qweight import group_index
+from quantkit.qweight import QuantWeight, group_index
 from quantkit.scheme import Scheme, SchemeError
 
-# Linears that serving engines fuse when they load a model; patterns on module names must match these names too.
+# Linears that serving engines fuse when they load a model; patterns must match the fused names too.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # tensor name -> dtype, shape
 
 
 class CannotStore(UserError):
@@ -23,7 +26,7 @@ class CannotStore(UserError):
 
 
 class CannotRead(UserError):
-    """Tensors and configuration of a checkpoint contradict each other, or hold what quantkit does not know."""
+    """Tensors and configuration of a checkpoint contradict each other, or are unknown to quantkit."""
 
 
 def modules_of(fmt: ModuleType, names: Iterable[str]) -> dict[str, list[str]]:
@@ -52,8 +55,8 @@ def exact_scale(module: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if not torch.equal(out.float(), scale.float()):
         error = (out.float() - scale.float()).abs().max().item()
         raise CannotStore(
-            f"{module}: scales in {_short(scale.dtype)} are not exact in {_short(dtype)} (largest error {error:.3g}); "
-            f"quantize with scale_dtype {_short(dtype)}"
+            f"{module}: scales in {_short(scale.dtype)} are not exact in {_short(dtype)} "
+            f"(largest error {error:.3g}); quantize with scale_dtype {_short(dtype)}"
         )
     return out
 
@@ -80,7 +83,8 @@ def checked_group(module: str, columns: int, groups: int, configured: int | None
             return wanted
         says = "one scale per row" if wanted == 0 else f"group size {wanted} ({expected} groups)"
         raise CannotRead(
-            f"{module}: the configuration says {says}, but the tensors hold {groups} groups of {columns} columns"
+            f"{module}: the configuration says {says}, but the tensors hold {groups} groups of "
+            f"{columns} columns"
             + (f", that is group size {columns // groups}" if columns % groups == 0 else "")
         )
     if groups == 1:
@@ -90,6 +94,14 @@ def checked_group(module: str, columns: int, groups: int, configured: int | None
             f"{module}: {groups} groups do not divide {columns} columns, and no group size is given"
         )
     return columns // groups
+
+
+def is_ordered(qweight: QuantWeight) -> bool:
+    """Do groups hold other columns than their neighbours? An order that changes nothing does not count."""
+    if qweight.order is None:
+        return False
+    runs = group_index(qweight.shape[1], qweight.scheme.group)
+    return not torch.equal(qweight.columns_to_groups(), runs)
 
 
 def order_from_index(module: str, g_idx: Tensor, group: int) -> Tensor | None:
@@ -137,7 +149,7 @@ def names_pattern(modules: Iterable[str]) -> str:
 
     Names that differ only in their first number share a branch::
 
-        model.layers.0.mlp.up_proj, model.layers.1.mlp.up_proj -> ^(?:model\\.layers\\.(?:0|1)\\.mlp\\.up_proj)$
+        layers.0.mlp.up_proj, layers.1.mlp.up_proj -> ^(?:layers\\.(?:0|1)\\.mlp\\.up_proj)$
     """
     numbered: dict[tuple[str, str], list[str]] = {}
     branches: list[str] = []

@@ -4,13 +4,13 @@ Layouts (verified against compressed-tensors 0.20.1, see tests/formats):
 
 pack-quantized, weight only
     ``weight_packed`` int32 ``[out, ceil(in*bits/32)]``, the bit stream of packing.py along ``in``;
-    ``weight_scale [out, groups]``; ``weight_shape`` int64 ``[2]``; asymmetric only ``weight_zero_point`` int32
-    ``[ceil(out*bits/32), groups]``, the same stream along ``out``. Symmetric weights have no zero-point tensor.
+    ``weight_scale [out, groups]``; ``weight_shape`` int64 ``[2]``; only for asymmetric weights
+    ``weight_zero_point`` int32 ``[ceil(out*bits/32), groups]``, the same stream along ``out``.
 int-quantized, 8-bit weights and dynamic 8-bit activations
     ``weight`` int8 ``[out, in]`` = code - 128; ``weight_scale [out, 1]``.
 
-Read besides: naive-quantized (int8 codes of any width), int8 zero points, one scale per tensor, ``weight_g_idx``
-of actorder "group", and 3-bit words of compressed-tensors <= 0.17, which hold ten codes each.
+Read besides: naive-quantized (int8 codes of any width), int8 zero points, one scale per tensor,
+``weight_g_idx`` of actorder "group", and 3-bit words of compressed-tensors <= 0.17 (ten codes each).
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from quantkit import packing
 from quantkit.formats._common import (
     CannotRead,
     CannotStore,
+    Layout,
     checked_group,
     exact_scale,
+    is_ordered,
     make_scheme,
     need,
     order_from_index,
@@ -59,19 +61,17 @@ HEAD = "re:.*lm_head$"  # vLLM's head class is no "Linear"; only a pattern reach
 def why_not(scheme: Scheme, rows: int, columns: int) -> str | None:
     """Why a weight ``[rows, columns]`` of this scheme cannot be stored exactly, or None."""
     if scheme.scale_dtype == "float32":
-        return "loaders cast scales to the model's dtype, so float32 scales would be rounded; use bfloat16 or float16"
+        return "loaders round float32 scales to the model's dtype; use scale_dtype bfloat16 or float16"
     return refuse_ragged(scheme, columns)
 
 
-def layout(
-    module: str, rows: int, columns: int, scheme: Scheme
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def layout(module: str, rows: int, columns: int, scheme: Scheme) -> Layout:
     """Name, dtype and shape of every tensor that ``pack`` writes."""
     groups = scheme.groups(columns)
     scale = (getattr(torch, scheme.scale_dtype), (rows, groups))
     if scheme.activation:
         return {f"{module}.weight": (torch.int8, (rows, columns)), f"{module}.weight_scale": scale}
-    out: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+    out: Layout = {
         f"{module}.weight_packed": (torch.int32, (rows, packing.packed_words(columns, scheme.bits))),
         f"{module}.weight_scale": scale,
         f"{module}.weight_shape": (torch.int64, (2,)),
@@ -88,7 +88,7 @@ def pack(module: str, qweight: QuantWeight, config: Mapping[str, Any] | None = N
     reason = why_not(scheme, rows, columns)
     if reason:
         raise CannotStore(f"{module}: {reason}")
-    if qweight.order is not None:
+    if is_ordered(qweight):
         raise CannotStore(
             f"{module}: compressed-tensors has dropped groups that follow an act-order (weight_g_idx); "
             "solve with static groups instead"
@@ -175,12 +175,15 @@ def unpack(
             f"{module}: {args['type']}-quantized weights ({group.get('format')}) are no integer grid"
         )
     scale = need(tensors, f"{module}.weight_scale")
+    ten_a_word = False
     if f"{module}.weight_packed" in tensors:
         stored = tuple(need(tensors, f"{module}.weight_shape").tolist())
         if shape is not None and stored != tuple(shape):
             raise CannotRead(f"{module}: weight_shape says {stored}, the model needs {tuple(shape)}")
         rows, columns = stored
-        codes = _unpack_words(f"{module}.weight_packed", tensors[f"{module}.weight_packed"], bits, columns)
+        words = tensors[f"{module}.weight_packed"]
+        ten_a_word = bits == 3 and words.shape[-1] == -(-columns // 10) != packing.packed_words(columns, 3)
+        codes = _unpack_words(f"{module}.weight_packed", words, bits, columns, ten_a_word)
     else:
         signed = need(tensors, f"{module}.weight")
         if signed.dtype != torch.int8:
@@ -199,7 +202,7 @@ def unpack(
         scale_dtype=scale_dtype_name(module, scale),
         activation=_activation(module, group.get("input_activations")),
     )
-    zero = _zero(module, tensors, scheme, rows)
+    zero = _zero(module, tensors, scheme, rows, ten_a_word)
     g_idx = tensors.get(f"{module}.weight_g_idx")
     order = None if g_idx is None else order_from_index(module, g_idx, scheme.group)
     return QuantWeight(scheme, codes, scale, zero, order)
@@ -265,15 +268,15 @@ def _activation(module: str, args: Mapping[str, Any] | None) -> str | None:
     return "int8"
 
 
-def _unpack_words(name: str, words: Tensor, bits: int, count: int) -> Tensor:
-    """Codes along the last axis; 3-bit words with ten codes each are told from dense ones by their number."""
-    have, dense, padded = words.shape[-1], packing.packed_words(count, bits), -(-count // 10)
-    if have == dense:
-        return packing.unpack(words, bits, count)
-    if bits == 3 and have == padded:
+def _unpack_words(name: str, words: Tensor, bits: int, count: int, ten_a_word: bool) -> Tensor:
+    """Codes along the last axis. ten_a_word: 3-bit words of old releases, whose top two bits are unused."""
+    have, dense = words.shape[-1], packing.packed_words(count, bits)
+    if ten_a_word and have == -(-count // 10):
         lanes = torch.arange(10, dtype=torch.int32) * 3
         codes = (words.unsqueeze(-1) >> lanes) & 7
         return codes.flatten(-2)[..., :count].to(torch.uint8).contiguous()
+    if have == dense:
+        return packing.unpack(words, bits, count)
     guess = [b for b in (2, 3, 4, 8) if packing.packed_words(count, b) == have]
     hint = (
         f"; that many would be {guess[0]}-bit" if guess else "; the tensor is truncated or of another module"
@@ -288,21 +291,18 @@ def _unsigned(name: str, signed: Tensor, bits: int) -> Tensor:
     return codes.to(torch.uint8)
 
 
-def _zero(module: str, tensors: Mapping[str, Tensor], scheme: Scheme, rows: int) -> Tensor | None:
+def _zero(
+    module: str, tensors: Mapping[str, Tensor], scheme: Scheme, rows: int, ten_a_word: bool
+) -> Tensor | None:
     name = f"{module}.weight_zero_point"
     if scheme.symmetric:
-        return _refuse_offset(name, tensors, scheme)
+        # some writers leave zero points of 0 (signed) beside a symmetric weight; anything else is a conflict
+        extra = tensors.get(name)
+        if extra is not None and (extra.dtype != torch.int8 or bool(extra.any())):
+            raise CannotRead(f"{name} exists, but the configuration says that the weight is symmetric")
+        return None
     packed = need(tensors, name)
     if packed.dtype == torch.int8:
         zero = _unsigned(name, packed, scheme.bits)
         return zero.reshape(1, 1).expand(rows, 1).contiguous() if zero.numel() == 1 else zero
-    return _unpack_words(name, packed.T.contiguous(), scheme.bits, rows).T.contiguous()
-
-
-def _refuse_offset(name: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> None:
-    """Some writers leave an all-zero (signed) zero point beside a symmetric weight; anything else is a conflict."""
-    extra = tensors.get(name)
-    if extra is not None and extra.dtype == torch.int8 and not extra.any():
-        return
-    if extra is not None:
-        raise CannotRead(f"{name} exists, but the configuration says that the weight is symmetric")
+    return _unpack_words(name, packed.T.contiguous(), scheme.bits, rows, ten_a_word).T.contiguous()

@@ -7,10 +7,10 @@ Per module (verified against gptqmodel 7.7.0, see tests/formats), all with the b
     scales   fp16  [groups, out]
     g_idx    int32 [in]                   group of each input column; always written, some loaders require it
 
-Zero points come in two conventions. "gptq_v2" stores the zero point. "gptq" (v1, the default of every loader)
-stores it minus one, which has no spelling for 0: writers disagree there (gptqmodel lets the borrow run through
-the word, others wrap inside the lane). quantkit writes v1 while all weights are symmetric and v2 as soon as one
-is not; v1 with a zero point 0 is refused.
+Zero points come in two conventions. "gptq_v2" stores the zero point. "gptq" (v1, the default of every
+loader) stores it minus one, which has no spelling for 0: writers disagree there (gptqmodel lets the borrow run
+through the word, others wrap inside the lane). quantkit writes v1 while all weights are symmetric and v2 as
+soon as one is not; v1 with a zero point 0 is refused.
 
 A bias stays ``<module>.bias`` in the dtype of the source; loaders cast it.
 """
@@ -30,8 +30,10 @@ from quantkit import packing
 from quantkit.formats._common import (
     CannotRead,
     CannotStore,
+    Layout,
     checked_group,
     exact_scale,
+    is_ordered,
     make_scheme,
     names_pattern,
     need,
@@ -67,9 +69,7 @@ def why_not(scheme: Scheme, rows: int, columns: int) -> str | None:
     return refuse_ragged(scheme, columns)
 
 
-def layout(
-    module: str, rows: int, columns: int, scheme: Scheme
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def layout(module: str, rows: int, columns: int, scheme: Scheme) -> Layout:
     """Name, dtype and shape of every tensor that ``pack`` writes."""
     groups = scheme.groups(columns)
     return {
@@ -83,14 +83,14 @@ def layout(
 def pack(module: str, qweight: QuantWeight, config: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
     """The tensors that replace ``<module>.weight``.
 
-    config: decides the zero-point convention and whether a column order is announced (desc_act). Without it the
-    convention is the one ``config()`` chooses for a checkpoint of this scheme alone. Raises CannotStore.
+    config: decides the zero-point convention and whether a column order is announced (desc_act). Without it
+    the convention is the one ``config()`` chooses for a checkpoint of this scheme alone. Raises CannotStore.
     """
     scheme, (rows, columns) = qweight.scheme, qweight.shape
     reason = why_not(scheme, rows, columns)
     if reason:
         raise CannotStore(f"{module}: {reason}")
-    if qweight.order is not None and config is not None and not config["desc_act"]:
+    if is_ordered(qweight) and config is not None and not config["desc_act"]:
         raise CannotStore(
             f"{module}: groups follow an act-order, so the configuration must say desc_act: true"
         )
@@ -102,8 +102,8 @@ def pack(module: str, qweight: QuantWeight, config: Mapping[str, Any] | None = N
         if not bool(zero.all()):
             count = int((zero == 0).sum())
             raise CannotStore(
-                f"{module}: {count} zero points are 0, which checkpoint_format 'gptq' cannot express (largest error "
-                "one step); use checkpoint_format 'gptq_v2'"
+                f"{module}: {count} zero points are 0, which checkpoint_format 'gptq' cannot express "
+                "(largest error one step); use checkpoint_format 'gptq_v2'"
             )
         zero = zero - 1
     return {
@@ -121,7 +121,7 @@ def config(
     order: str | None = None,
     checkpoint_format: str | None = None,
 ) -> dict[str, Any]:
-    """``quantization_config``: the commonest scheme as the base, others and exclusions as ``dynamic`` patterns.
+    """``quantization_config``: the commonest scheme as the base, the rest as ``dynamic`` patterns.
 
     quantized, unquantized: full module names. order: see formats/__init__. checkpoint_format: "gptq" or
     "gptq_v2" to choose the zero-point convention yourself.
@@ -206,7 +206,7 @@ def unpack(
 
 
 def settings_for(module: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """bits, group_size and sym of one module: the base, or the first ``dynamic`` pattern that matches its name."""
+    """bits, group_size and sym of one module: the base and the first ``dynamic`` pattern that matches."""
     settings = {k: config[k] for k in ("bits", "group_size", "sym") if k in config}
     settings.update({k: v for k, v in config.get("extra_config", {}).get(module, {}).items() if k in _SIZES})
     for pattern, override in (config.get("dynamic") or {}).items():
@@ -226,9 +226,9 @@ def settings_for(module: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def read_zeros(qzeros: Tensor, bits: int, rows: int, version: str) -> Tensor:
     """Zero points uint8 ``[groups, out]`` from packed ``qzeros``, in the convention ``version``.
 
-    For v1 one is added the way gptqmodel subtracted it: to the whole word, so that a borrow that crossed lanes
-    is undone (``0x00000000 - 0x11111111`` wraps and reads back as eight zeros); 3-bit lanes cross words and are
-    handled one by one. Where every zero point is at least 1 both ways agree.
+    For v1 one is added the way gptqmodel subtracted it: to the whole word, so that a borrow that crossed
+    lanes is undone (``0x00000000 - 0x11111111`` wraps and reads back as eight zeros); 3-bit lanes cross words
+    and are handled one by one. Where every zero point is at least 1 both ways agree.
     """
     if version == V2:
         return packing.unpack(qzeros.contiguous(), bits, rows)
@@ -269,8 +269,8 @@ def _check_midpoint(module: str, zero: Tensor, bits: int) -> None:
     if count == zero.numel() and value in (middle - 1, middle + 1):
         other = V1 if value == middle - 1 else V2
         raise CannotRead(
-            f"{module}: a symmetric weight whose zero points all read {value} instead of {middle}: the file was "
-            f"written as checkpoint_format {other!r}, correct the configuration (`quantkit repair`)"
+            f"{module}: a symmetric weight whose zero points all read {value} instead of {middle}: the file "
+            f"was written as checkpoint_format {other!r}, correct the configuration (`quantkit repair`)"
         )
     raise CannotRead(f"{module}: sym is true, but zero points are not all {middle} (most are {value})")
 

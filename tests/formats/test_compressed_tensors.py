@@ -75,7 +75,7 @@ def test_reads_the_peer(name):
 
 
 def test_writes_the_peers_int8():
-    tensors, meta = golden.load("ct_int8_sym_channel")
+    tensors, _ = golden.load("ct_int8_sym_channel")
     q = QuantWeight(Scheme(8, True, 0, "float16", "int8"), tensors["codes"], tensors["scales"])
     out = fmt.pack("m", q)
     assert torch.equal(out["m.weight"], tensors["ct.weight"])
@@ -107,7 +107,7 @@ def test_round_trip_w8a8():
 ])  # fmt: skip
 def test_refuses(scheme, columns, words):
     assert words in fmt.why_not(scheme, 32, columns)
-    with pytest.raises(CannotStore, match="^m: "):
+    with pytest.raises(CannotStore, match=r"^m: "):
         fmt.pack("m", random_qweight(32, columns, scheme))
 
 
@@ -202,7 +202,7 @@ def test_contradictions_are_named():
     q = random_qweight(8, 64, Scheme(4, True, 32))
     stored, config = fmt.pack("m", q), fmt.config({"m": q.scheme}, [])
     weights = config["config_groups"]["group_0"]["weights"]
-    with pytest.raises(CannotRead, match="group size 16 .* hold 2 groups .* group size 32"):
+    with pytest.raises(CannotRead, match=r"group size 16 .* hold 2 groups .* group size 32"):
         fmt.unpack(
             "m",
             stored,
@@ -215,7 +215,7 @@ def test_contradictions_are_named():
             stored,
             config | {"config_groups": {"g": {"targets": ["Linear"], "weights": weights | {"num_bits": 8}}}},
         )
-    with pytest.raises(CannotRead, match="m.weight_shape is missing"):
+    with pytest.raises(CannotRead, match=r"m.weight_shape is missing"):
         fmt.unpack("m", {k: v for k, v in stored.items() if "shape" not in k}, config)
     with pytest.raises(CannotRead, match="weight_zero_point is missing"):
         fmt.unpack(

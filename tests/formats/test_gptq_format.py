@@ -122,7 +122,7 @@ def test_act_order_is_announced_or_refused():
 ])  # fmt: skip
 def test_refuses(scheme, rows, columns, words):
     assert words in fmt.why_not(scheme, rows, columns)
-    with pytest.raises(CannotStore, match="^m: "):
+    with pytest.raises(CannotStore, match=r"^m: "):
         fmt.pack("m", random_qweight(rows, columns, scheme))
 
 
@@ -196,9 +196,9 @@ def test_contradictions_are_named():
     packed = fmt.pack("m", q, config)
     with pytest.raises(CannotRead, match="looks like 4 bits"):
         fmt.unpack("m", packed, config | {"bits": 8})
-    with pytest.raises(CannotRead, match="one scale per row.*2 groups of 64 columns, that is group size 32"):
+    with pytest.raises(CannotRead, match=r"one scale per row.*2 groups of 64 columns, that is group size 32"):
         fmt.unpack("m", packed, config | {"group_size": -1})
-    with pytest.raises(CannotRead, match="m.qzeros is missing"):
+    with pytest.raises(CannotRead, match=r"m.qzeros is missing"):
         fmt.unpack("m", {k: v for k, v in packed.items() if "zeros" not in k}, config)
     with pytest.raises(CannotRead, match="checkpoint_format 'marlin'"):
         fmt.unpack("m", packed, config | {"checkpoint_format": "marlin"})
