@@ -8,9 +8,9 @@ Per module (verified against gptqmodel 7.7.0, see tests/formats), all with the b
     g_idx    int32 [in]                   group of each input column; always written, some loaders require it
 
 Zero points come in two conventions. "gptq_v2" stores the zero point. "gptq" (v1, the default of every
-loader) stores it minus one, which has no spelling for 0: writers disagree there (gptqmodel lets the borrow run
-through the word, others wrap inside the lane). quantkit writes v1 while all weights are symmetric and v2 as
-soon as one is not; v1 with a zero point 0 is refused.
+loader) stores it minus one, which has no spelling for 0: there writers disagree (gptqmodel lets the borrow
+run through the word, others wrap inside the lane). quantkit writes v1 while all weights are symmetric and v2
+as soon as one is not; v1 with a zero point 0 is refused.
 
 A bias stays ``<module>.bias`` in the dtype of the source; loaders cast it.
 """
