@@ -1,8 +1,12 @@
 """A byte-level tokenizer made in memory: one token a byte, so that every count can be worked out by hand."""
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+
+# Two threads that wait for each other on a busy machine make a tiny model a hundred times slower.
+torch.set_num_threads(1)
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
