@@ -1,11 +1,13 @@
 """Solvers choose codes for a float weight.
 
-A file here defines ``class Solver``: a frozen pydantic-style dataclass whose fields are its recipe options, with
+A file here defines ``class Solver``: a frozen pydantic-style dataclass whose fields are its recipe options,
+with
 
     needs: ClassVar[frozenset[str]]      # of {"hessian", "cross"}; empty for data-free solvers
     def solve(self, weight, seen, scheme) -> Solution
 
-``weight`` is float32 ``[out, in]``; ``seen`` a :class:`quantkit.activations.Seen` or None. ``solve`` is a pure
+``weight`` is float32 ``[out, in]``; ``seen`` a :class:`quantkit.activations.Seen` or None. ``solve`` is a
+pure
 function of its arguments: no hooks, no global state, no random numbers that are not seeded in the options.
 """
 

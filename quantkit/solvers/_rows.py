@@ -21,7 +21,8 @@ from quantkit.stages.grid import Grid, minmax, round_to, search, spans, squared,
 class Answer:
     """Codes for a stack of outputs, columns in the weight's own order.
 
-    codes: centred, float32 ``[in, out]``. target: what they approximate, ``[in, out]``; None means the weight.
+    codes: centred, float32 ``[in, out]``. target: what they approximate, ``[in, out]``; None means the
+        weight.
     order: see :class:`quantkit.qweight.QuantWeight`.
     """
 
@@ -59,8 +60,10 @@ class Answer:
 class RowSolver(ABC):
     """Base of the solvers. A solver writes ``prepare`` (per Hessian) and ``answer`` (per stack of outputs).
 
-    The outputs of a linear are separate problems that share the Hessian, and so are those of all linears with the
-    same input: q, k and v are solved as one tall weight. That shares the factorization and the walk over columns.
+    The outputs of a linear are separate problems that share the Hessian, and so are those of all linears with
+    the
+    same input: q, k and v are solved as one tall weight. That shares the factorization and the walk over
+        columns.
     """
 
     def solve(self, weight: Tensor, seen: Seen | None, scheme: Scheme) -> Solution:
@@ -70,7 +73,8 @@ class RowSolver(ABC):
     def solve_group(
         self, weights: Sequence[Tensor], seen: Seen | None, schemes: Scheme | Sequence[Scheme]
     ) -> list[Solution]:
-        """Linears that share an input, each ``[out, in]``; one scheme for all or one each; answers in their order.
+        """Linears that share an input, each ``[out, in]``; one scheme for all or one each; answers in their
+        order.
 
         Raises NonFinite when a weight or a statistic holds NaN or infinity, ValueError when shapes disagree.
         """

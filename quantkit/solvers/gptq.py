@@ -21,12 +21,13 @@ from quantkit.stages.grid import Grid, Loss, minmax, search, spans, squared, sta
 class Solver(RowSolver):
     """GPTQ with lazy block updates.
 
-    damping: fraction of the Hessian's mean diagonal added to it; raised threefold while the factorization fails.
-    act_order: "static" walks columns by falling activation energy with groups and scales fixed beforehand (plain
-        files, no index); "dynamic" also forms the groups in that order (files carry g_idx); "none" walks in natural
+    damping: fraction of the Hessian's mean diagonal added to it; raised threefold while the factorization
+        fails.
+    act_order: "static" walks columns by falling activation energy with groups and scales fixed beforehand
+        (plain files, no index); "dynamic" also forms the groups in that order (files carry g_idx); "none" walks in natural
         order and chooses each group's scale when it gets there (the paper).
-    block: columns corrected among themselves before the rest of the row; speed only, the result is the same up to
-        rounding of the arithmetic.
+    block: columns corrected among themselves before the rest of the row; speed only, the result is the same
+        up to rounding of the arithmetic.
     grid: "minmax", "mse" (smallest squared weight error) or "omega" (each column weighted by what GPTQ pays for an
         error in it, 1/U_jj**2).
     signed: let symmetric scales take either sign, so that the extra code serves the larger side.

@@ -19,8 +19,8 @@ class Solver(RowSolver):
     """Round to nearest.
 
     grid: how scales are chosen. "minmax": the plain range. "mse": smallest squared weight error. "diagonal":
-        weighted by the Hessian's diagonal, "hessian": by the group's block of it; both fall back to "mse" without
-        calibration data.
+        weighted by the Hessian's diagonal, "hessian": by the group's block of it; both fall back to "mse"
+        without calibration data.
     signed: let symmetric scales take either sign, so that the extra code serves the larger side.
     """
 

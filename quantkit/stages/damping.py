@@ -22,8 +22,9 @@ class Factor:
 
     order: int64 ``[in]`` or None (natural): position p holds column ``order[p]``.
     hessian: float32, damped, dead columns with 1 on the diagonal.
-    upper: float32 U, upper triangular, ``UT U = hessian**-1``: row j is how an error in column j spreads over the
-        columns that follow, and ``1 / U[j, j]**2`` is what a unit error in column j costs after they compensated.
+    upper: float32 U, upper triangular, ``UT U = hessian**-1``: row j is how an error in column j spreads over
+        the columns that follow, and ``1 / U[j, j]**2`` is what a unit error in column j costs after they
+        compensated.
     dead: bool ``[in]``, columns whose input was always zero.
     damping: the fraction of the mean diagonal that was added in the end.
     escalations: how often the damping had to be raised; 0 when the first worked.
@@ -52,8 +53,8 @@ def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> F
 
     hessian: ``[in, in]`` symmetric, any scale. damping: fraction of the mean diagonal. Raises NotPositive.
 
-    H**-1 = UT U with U upper needs no inverse of H: reversing rows and columns turns Cholesky's lower factor into
-    an upper one, H = R RT, and U = R**-1. A third of the work, and better conditioned.
+    H**-1 = UT U with U upper needs no inverse of H: reversing rows and columns turns Cholesky's lower factor
+    into an upper one, H = R RT, and U = R**-1. A third of the work, and better conditioned.
     """
     base = hessian.double()
     if order is not None:
@@ -67,7 +68,8 @@ def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> F
         damped.diagonal().add_(fraction * mean)
         damped.diagonal()[dead] = 1.0
         lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
-        # float32 sums leave noise of 1e-7: a pivot down there is noise as well, and dividing by it amplifies it.
+        # float32 sums leave noise of 1e-7: a pivot down there is noise as well, and dividing by it amplifies
+        # it.
         if not failed and float(lower.diagonal().min()) ** 2 > 1e-9 * mean:
             upper = invert_upper(lower.flip(0, 1))
             return Factor(order, damped.float(), upper.float(), dead, fraction, attempt)

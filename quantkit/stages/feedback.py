@@ -25,8 +25,8 @@ def sweep(
     for every later k; ``change[j] = d``.
 
     values, codes, change, current: float32 ``[columns, out]``, rows contiguous. coupling: ``[columns, columns]``, its
-    part above the diagonal is read. scale, low, high: per column a vector ``[out]`` (the largest allowed centred
-    code and the smallest). Halving keeps most of the work in matrix products whatever the width.
+    part above the diagonal is read. scale, low, high: per column a vector ``[out]`` (the largest allowed
+    centred code and the smallest). Halving keeps most of the work in matrix products whatever the width.
     """
     columns = values.shape[0]
     if columns > LEAF:
@@ -84,7 +84,8 @@ def dynamic(
     scheme: Scheme,
     block: int = 128,
 ) -> tuple[Tensor, Grid]:
-    """Centred codes and the grid, each group's scale chosen from its already corrected weights, as in the paper.
+    """Centred codes and the grid, each group's scale chosen from its already corrected weights, as in the
+    paper.
 
     choose(values, start, stop): the grid of one group, from its weights ``[columns, out]`` at the moment the walk
     reaches it. Groups are runs of neighbouring positions in walk order.
@@ -98,6 +99,7 @@ def dynamic(
             run, inner = slice(first + start, first + stop), slice(start, stop)
             change = torch.empty_like(values[run])
             sweep(values[run], coupling[run, run], scale[inner], low[inner], high[inner], codes[run], change)
-            # The rest of this group and all later ones; a group is complete before its successor's scale is chosen.
+            # The rest of this group and all later ones; a group is complete before its successor's scale is
+            # chosen.
             values[run.stop :].addmm_(coupling[run, run.stop :].T, change, alpha=-1)
     return codes, stack(grids)

@@ -18,7 +18,8 @@ FINE = (0.03, -0.03, 0.015, -0.015)
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Scales and zero points, ``[groups, out]``; with ``centred = code - zero`` a weight is ``centred * scale``.
+    """Scales and zero points, ``[groups, out]``; with ``centred = code - zero`` a weight is ``centred *
+    scale``.
 
     scale: float32, already rounded to the stored dtype. zero: float32 integers, or None when symmetric.
     """
@@ -92,9 +93,9 @@ def quadratic(hessian: Tensor) -> Loss:
 def search(weight: Tensor, scheme: Scheme, loss: Loss, signed: bool = False) -> Grid:
     """The candidate of smallest loss for every output of one group ``weight [columns, out]``.
 
-    Candidates are the plain range times 0.4 to 1.1, first in steps of .06, then two halvings around each output's
-    best; ``signed`` tries both signs of the scale. The plain range itself is the first candidate, so the result is
-    never worse than it. Scales are rounded to their stored dtype before they are judged.
+    Candidates are the plain range times 0.4 to 1.1, first in steps of .06, then two halvings around each
+    output's best; ``signed`` tries both signs of the scale. The plain range itself is the first candidate, so
+    the result is never worse than it. Scales are rounded to their stored dtype before they are judged.
     """
     best = _Best(weight, scheme, loss)
     for sign in (1, -1) if signed and scheme.symmetric else (1,):
