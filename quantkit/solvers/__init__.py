@@ -22,8 +22,9 @@ from quantkit.qweight import QuantWeight
 class Solution:
     """A solver's answer.
 
-    error: relative output error ``tr(D H DT) / tr(W H WT)`` with D = W - W_hat (relative weight error when there
-        is no Hessian); baseline: the same for plain rounding on the same grid family.
+    error: relative output error ``tr(D H DT) / tr(W H WT)`` with D = target - W_hat; the target is W, or W
+        corrected for upstream error (relative weight error when there is no Hessian). baseline: the same for
+        rounding W to the plain range. A solver never hands out an error above its baseline.
     notes: what the user must hear (damping raised, fell back to rounding, dead columns, ...).
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
@@ -19,26 +19,29 @@ class Solver(RowSolver):
     """Round to nearest.
 
     grid: how scales are chosen. "minmax": the plain range. "mse": smallest squared weight error. "diagonal":
-        weighted by the Hessian's diagonal, "hessian": by the group's block of it; both fall back to "mse"
-        without calibration data.
+        columns weighted by the Hessian's diagonal; "hessian": by the group's whole block of it. The last two
+        need calibration data.
     signed: let symmetric scales take either sign, so that the extra code serves the larger side.
     """
 
     grid: Literal["minmax", "mse", "diagonal", "hessian"] = "minmax"
     signed: bool = False
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"hessian"} if self.grid in ("diagonal", "hessian") else ())
 
     def answer(self, weight: Tensor, prepared: None, seen: Seen | None, scheme: Scheme) -> Answer:
+        if self.needs and seen is None:
+            raise ValueError(f"rtn with grid {self.grid!r} needs calibration data (a Hessian)")
         return rounded(weight, scheme, lambda run, at: self._choose(run, at, seen, scheme))
 
     def _choose(self, run: Tensor, at: slice, seen: Seen | None, scheme: Scheme) -> Grid:
         if self.grid == "minmax":
             return minmax(run, scheme, self.signed)
-        if seen is None or self.grid == "mse":
-            loss = squared()
-        elif self.grid == "diagonal":
+        loss = squared()
+        if seen is not None and self.grid == "diagonal":
             loss = squared(seen.hessian.diagonal()[at])
-        else:
+        elif seen is not None and self.grid == "hessian":
             loss = quadratic(seen.hessian[at, at])
         return search(run, scheme, loss, self.signed)

@@ -39,13 +39,34 @@ class Factor:
 
     @property
     def price(self) -> Tensor:
-        """float32 ``[in]``, ``1 / U_jj**2`` in walk order (algorithms: LeanQuant 2407.10032, GPTQ's own loss)."""
+        """float32 ``[in]``, ``1 / U_jj**2`` in walk order: what GPTQ pays for a unit error in each column."""
         return self.upper.diagonal().square().reciprocal()
+
+    def walk(self, by_column: Tensor) -> Tensor:
+        """Rows of ``[in, ...]`` put into walk order."""
+        return by_column if self.order is None else by_column[self.order]
+
+    def unwalk(self, by_position: Tensor) -> Tensor:
+        """Rows in walk order put back into the weight's own order."""
+        if self.order is None:
+            return by_position
+        by_column = torch.empty_like(by_position)
+        by_column[self.order] = by_position
+        return by_column
 
 
 def descending(hessian: Tensor) -> Tensor:
     """Act-order: columns by falling diagonal; equal ones keep their order, so that runs repeat."""
     return torch.argsort(hessian.diagonal(), descending=True, stable=True)
+
+
+def damped(hessian: Tensor, fraction: float) -> Tensor:
+    """A copy with ``fraction`` of the mean diagonal added, and 1 on the diagonal of dead columns."""
+    dead = hessian.diagonal() == 0
+    copy = hessian.clone()
+    copy.diagonal().add_(fraction * copy.diagonal().mean())
+    copy.diagonal()[dead] = 1.0
+    return copy
 
 
 def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> Factor:
@@ -59,26 +80,22 @@ def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> F
     base = hessian.double()
     if order is not None:
         base = base[order][:, order]
-    diagonal = base.diagonal()
-    dead = diagonal == 0
-    mean = float(diagonal.mean()) or 1.0
+    dead = base.diagonal() == 0
+    mean = float(base.diagonal().mean()) or 1.0
     fraction = damping
     for attempt in range(ATTEMPTS):
-        damped = base.clone()
-        damped.diagonal().add_(fraction * mean)
-        damped.diagonal()[dead] = 1.0
-        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
-        # float32 sums leave noise of 1e-7: a pivot down there is noise as well, and dividing by it amplifies
-        # it.
+        now = damped(base, fraction)
+        lower, failed = torch.linalg.cholesky_ex(now.flip(0, 1))
+        # Sums in float32 leave noise of 1e-7: a pivot down there is noise, and dividing by it amplifies it.
         if not failed and float(lower.diagonal().min()) ** 2 > 1e-9 * mean:
             upper = invert_upper(lower.flip(0, 1))
-            return Factor(order, damped.float(), upper.float(), dead, fraction, attempt)
+            return Factor(order, now.float(), upper.float(), dead, fraction, attempt)
         fraction = max(RAISE * fraction, SMALLEST_RAISED)
     raise NotPositive(f"not positive definite even with {fraction / RAISE:.2g} of its mean diagonal added")
 
 
 def invert_upper(upper: Tensor, leaf: int = 64) -> Tensor:
-    """Inverse of an upper triangular matrix by halves: matrix products only, and no work on the zeros below."""
+    """Inverse of an upper triangular matrix by halves: matrix products, and no work on the zeros below."""
     size = upper.shape[0]
     if size <= leaf:
         return torch.linalg.solve_triangular(upper, torch.eye(size, dtype=upper.dtype), upper=True)

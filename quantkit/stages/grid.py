@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.qweight import round_scale
+from quantkit.qweight import group_index, round_scale
 from quantkit.scheme import Scheme
 
 # Shrinking (and slightly growing) the plain range: the first pass, and the half step that refines its winner.
@@ -33,6 +33,12 @@ class Grid:
         return -zero, scheme.max_code - zero
 
 
+    def rows(self) -> list[Grid]:
+        """One grid ``[1, out]`` per group."""
+        zeros = [None] * len(self.scale) if self.zero is None else self.zero.split(1)
+        return [Grid(scale, zero) for scale, zero in zip(self.scale.split(1), zeros, strict=True)]
+
+
 def stack(grids: list[Grid]) -> Grid:
     """Grids of consecutive groups as one."""
     zeros = [g.zero for g in grids if g.zero is not None]
@@ -45,11 +51,30 @@ def spans(columns: int, group: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, columns)) for start in range(0, columns, step)]
 
 
+def group_of(columns: int, group: int, order: Tensor | None) -> list[int]:
+    """The group of each position of a walk when groups are runs of the weight's own columns."""
+    index = group_index(columns, group)
+    return (index if order is None else index[order]).tolist()
+
+
+def members(group_of: list[int]) -> list[Tensor]:
+    """The positions of each group, int64; the inverse of :func:`group_of`."""
+    index = torch.tensor(group_of)
+    return [(index == g).nonzero().flatten() for g in range(max(group_of) + 1)]
+
+
+def per_group(weight: Tensor, scheme: Scheme, choose: Callable[[Tensor, slice], Grid]) -> Grid:
+    """choose(group's weights ``[columns, out]``, their columns) for every group, as one grid."""
+    places = [slice(*span) for span in spans(len(weight), scheme.group)]
+    return stack([choose(weight[at], at) for at in places])
+
+
 def minmax(weight: Tensor, scheme: Scheme, signed: bool = False, shrink: float | Tensor = 1.0) -> Grid:
     """The plain range of one group ``weight [columns, out]``, times ``shrink``.
 
-    Symmetric: ``s = max|w| / (2**(b-1) - 1/2)`` (GPTQ), or signed full range: ``s = -w_ext / 2**(b-1)`` with w_ext the
-    element of largest magnitude, which then gets the extra negative code exactly (llama.cpp Q4_0, AutoRound).
+    Symmetric: ``s = max|w| / (2**(b-1) - 1/2)`` (GPTQ), or signed full range: ``s = -w_ext / 2**(b-1)`` with
+    w_ext the element of largest magnitude, which then gets the extra negative code exactly (llama.cpp Q4_0,
+    AutoRound).
     Asymmetric: ``s = (hi - lo) / (2**b - 1)`` over a range that holds 0, ``zero = round(-lo / s)``.
     """
     low, high = weight.amin(0, keepdim=True), weight.amax(0, keepdim=True)
@@ -86,7 +111,7 @@ def squared(weights: Tensor | None = None) -> Loss:
 
 
 def quadratic(hessian: Tensor) -> Loss:
-    """``errorT H_gg error`` with the group's own block of the Hessian, for a rounding that compensates nothing."""
+    """``errorT H_gg error`` with the group's own block of the Hessian, for rounding without compensation."""
     return lambda error: ((hessian @ error).mul_(error)).sum(0, keepdim=True)
 
 

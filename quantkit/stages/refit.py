@@ -11,15 +11,22 @@ from quantkit.stages.grid import Grid
 
 
 def refit(
-    target: Tensor, hessian: Tensor, codes: Tensor, grid: Grid, members: list[Tensor], scheme: Scheme, passes: int = 1
+    target: Tensor,
+    hessian: Tensor,
+    codes: Tensor,
+    grid: Grid,
+    members: list[Tensor],
+    scheme: Scheme,
+    passes: int = 1,
 ) -> Grid:
     """Scales with no larger ``d H dT`` (d = target - value) in any output; codes and zero points stay.
 
     target, codes: float32 ``[in, out]``. members: for each group the positions of its columns, int64.
 
-    One group after the other: with c the group's codes and g = H d, the quadratic along its scale has its minimum at
-    ``s + cT g / cT H c``. The step is taken to the nearest storable scale, only where that lowers the cost, and never
-    beyond half or twice the old scale. Enough passes reach the joint least-squares solution.
+    One group after the other: with c the group's codes and g = H d, the quadratic along its scale has its
+    minimum at ``s + cT g / cT H c``. The step is taken to the nearest storable scale, only where that lowers
+    the cost, and never beyond half or twice the old scale. Enough passes reach the joint least-squares
+    solution.
     """
     scale = grid.scale.clone()
     difference = target.clone()
