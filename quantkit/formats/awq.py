@@ -100,7 +100,7 @@ def config(
         raise CannotStore(f"AWQ files have one group size, this model has {groups}; use compressed-tensors")
     heads = [m for m in quantized if m.rpartition(".")[2] == "lm_head"]
     if heads:
-        raise CannotStore(f"AWQ loaders expect a float head, {heads[0]} is quantized; use compressed-tensors")
+        raise CannotStore(f"AWQ loaders expect a float head, {heads[0]} is not; use compressed-tensors")
     excluded = [m for m in unquantized if m.rpartition(".")[2] != "lm_head"]
     for name in excluded:
         hit = next((m for m in quantized if name in m), None)
@@ -142,7 +142,7 @@ def unpack(
 ) -> QuantWeight:
     """The QuantWeight behind a module's tensors. Raises CannotRead where they contradict ``config``.
 
-    Without "sym" in the configuration (AutoAWQ writes none) a weight whose zero points are all 8 is symmetric.
+    Without "sym" in the configuration (AutoAWQ writes none) a weight with all zero points 8 is symmetric.
     """
     if config.get("bits", config.get("w_bit", 4)) != 4:
         raise CannotRead(f"{module}: AWQ files hold 4 bits, the configuration says {config['bits']}")
