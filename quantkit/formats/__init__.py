@@ -25,9 +25,11 @@ A file here that describes Hugging Face style folders defines::
 
 A whole-file format (gguf) defines instead::
 
-    why_not as above
+    why_not as above; rounding(scheme, columns) -> float   largest error as a fraction of a step, 0.0 is exact
     write(items: Iterable[tuple[str, Tensor | QuantWeight]], config: dict, source_folder: Path, out: Path)
-    read(path) -> object with ``config`` (as config.json) and ``items()`` (HF names, Tensor | QuantWeight)
+        items: every tensor by its HF name, a QuantWeight by its module's name; one in memory at a time
+    read(path) -> object with ``config`` (as config.json) and ``items()`` (the same pairs)
+    is_gguf(path) -> bool
 """
 
 from quantkit.formats._common import CannotRead, CannotStore, modules_of

@@ -136,7 +136,7 @@ def read(path: Path) -> GgufModel:
     return GgufModel(arch.config_from(file.metadata, file.tensors), file)
 
 
-def matches(path: Path) -> bool:
+def is_gguf(path: Path) -> bool:
     """Whether a path is a file of this format, by its first bytes."""
     if not Path(path).is_file():
         return False

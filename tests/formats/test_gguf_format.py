@@ -84,7 +84,7 @@ def test_read_back_exactly(name, folder_of, tmp_path):
     items, want = items_of(folder, SCHEMES["Q4_0"])
     out = tmp_path / "m.gguf"
     fmt.write(items.items(), config, folder, out)
-    assert fmt.matches(out) and not fmt.matches(folder / "config.json")
+    assert fmt.is_gguf(out) and not fmt.is_gguf(folder / "config.json")
     model = fmt.read(out)
     back = dict(model.items())
     assert set(back) == set(items)
