@@ -121,7 +121,8 @@ class RowSolver(ABC):
             error, baseline = ours / (energy or 1.0), theirs / (energy or 1.0)
             solution = Solution(_rows(solved, rows), error, baseline, list(notes))
             if error > baseline:
-                solution.weight, solution.error = plain(weight.T.contiguous(), scheme).packed(scheme), baseline
+                solution.weight = plain(weight.T.contiguous(), scheme).packed(scheme)
+                solution.error = baseline
                 solution.notes.append(
                     f"worse than rounding ({error:.4g} against {baseline:.4g}): rounding is used instead"
                 )
@@ -130,7 +131,7 @@ class RowSolver(ABC):
 
 
 def rounded(weight: Tensor, scheme: Scheme, choose: Callable[[Tensor, slice], Grid]) -> Answer:
-    """Nearest codes of ``weight`` ``[in, out]``; choose(group's weights, its columns) gives a group's grid."""
+    """Nearest codes of ``weight`` ``[in, out]``; choose(its weights, its columns) gives a group's grid."""
     grid = per_group(weight, scheme, choose)
     places = (slice(*span) for span in spans(len(weight), scheme.group))
     codes = [round_to(weight[at], row, scheme) for at, row in zip(places, grid.rows(), strict=True)]
@@ -155,7 +156,7 @@ def hessian_notes(factor: Factor, asked: float, tokens: int) -> list[str]:
     notes = []
     width = len(factor.dead)
     if factor.escalations:
-        notes.append(f"damping raised from {asked:g} to {factor.damping:.3g} of the mean diagonal to factorize")
+        notes.append(f"damping raised from {asked:g} to {factor.damping:.3g} of the mean diagonal")
     if dead := int(factor.dead.sum()):
         notes.append(f"{dead} of {width} input channels were always zero in calibration")
     if tokens < width:
@@ -165,13 +166,22 @@ def hessian_notes(factor: Factor, asked: float, tokens: int) -> list[str]:
 
 def _cost(difference: Tensor, hessian: Tensor | None) -> Tensor:
     """``d H dT`` of every output, ``[out]``, for differences ``[in, out]``; ``d dT`` without a Hessian."""
-    moved = difference if hessian is None else hessian @ difference
-    return (moved * difference).sum(0)
+    if hessian is None:
+        return difference.square().sum(0)
+    total = torch.zeros(difference.shape[1])
+    for start, stop in spans(len(difference), 192):
+        # H is symmetric: what lies beyond the diagonal block counts twice, what lies before was counted.
+        own = difference[start:stop]
+        moved = hessian[start:stop, start:stop] @ own
+        moved.addmm_(hessian[start:stop, stop:], difference[stop:], alpha=2)
+        total += (moved * own).sum(0)
+    return total
 
 
 def _rows(weight: QuantWeight, rows: slice) -> QuantWeight:
     zero = None if weight.zero is None else weight.zero[rows].clone()
-    return QuantWeight(weight.scheme, weight.codes[rows].clone(), weight.scale[rows].clone(), zero, weight.order)
+    codes, scale = weight.codes[rows].clone(), weight.scale[rows].clone()
+    return QuantWeight(weight.scheme, codes, scale, zero, weight.order)
 
 
 def _joined(parts: list[QuantWeight]) -> QuantWeight:

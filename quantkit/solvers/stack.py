@@ -14,19 +14,18 @@ from quantkit.scheme import Scheme
 from quantkit.solvers._rows import Answer, RowSolver, hessian_notes, searched
 from quantkit.stages import feedback
 from quantkit.stages.damping import Factor, NotPositive, damped, descending, factorize
-from quantkit.stages.descent import descend
-from quantkit.stages.grid import Grid, group_of, members, minmax, per_group, search, squared
-from quantkit.stages.refit import refit
+from quantkit.stages.grid import Grid, group_of, minmax, per_group, search, squared
+from quantkit.stages.polish import polish
 from quantkit.stages.upstream import qep_target
 
 
 @plain_dataclass(slots=True)
 class Prepared:
-    """Shared by all linears of one input, in walk order."""
+    """Shared by all linears of one input."""
 
-    factor: Factor
-    correction: Factor  # with the correction's own damping
-    metric: Tensor  # the damped Hessian that polishing lowers
+    factor: Factor  # walk order
+    correction: Factor  # likewise, with the correction's own damping
+    metric: Tensor  # the damped Hessian of polishing, natural order
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -68,7 +67,7 @@ class Solver(RowSolver):
                 correction = factorize(seen.hessian, self.correction_damping, order)
         except NotPositive as failure:
             return failure
-        return Prepared(factor, correction, damped(seen.hessian, self.polish_damping)[order][:, order])
+        return Prepared(factor, correction, damped(seen.hessian, self.polish_damping))
 
     def answer(
         self, weight: Tensor, prepared: Prepared | NotPositive, seen: Seen | None, scheme: Scheme
@@ -86,11 +85,11 @@ class Solver(RowSolver):
         grid = per_group(natural, scheme, lambda run, at: self._choose(run, price[at], scheme))
         index = group_of(len(target), scheme.group, factor.order)
         codes = feedback.static(target, feedback.normalised(factor.upper), grid, index, scheme)
-        for _ in range(self.rounds):
-            codes = descend(target, prepared.metric, codes, grid, index, scheme)
-            grid = refit(target, prepared.metric, codes, grid, members(index), scheme)
+        codes = factor.unwalk(codes)
+        if self.rounds:
+            codes, grid = polish(natural, prepared.metric, codes, grid, scheme, self.rounds)
         notes = hessian_notes(factor, self.damping, seen.tokens)
-        return Answer(factor.unwalk(codes), grid, target=natural, notes=notes)
+        return Answer(codes, grid, target=natural, notes=notes)
 
     def _choose(self, run: Tensor, price: Tensor, scheme: Scheme) -> Grid:
         if self.grid == "minmax" or scheme.bits == 8:

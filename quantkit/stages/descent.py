@@ -8,31 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.scheme import Scheme
-from quantkit.stages.feedback import rows_of, sweep
-from quantkit.stages.grid import Grid
+from quantkit.stages.feedback import Rows, sweep
 
 
-def descend(
-    target: Tensor, hessian: Tensor, codes: Tensor, grid: Grid, group_of: list[int], scheme: Scheme
-) -> Tensor:
-    """One sweep: centred codes ``[in, out]`` with no larger ``d H dT`` (d = target - value) in any output.
+def descend(codes: Tensor, value: Tensor, gradient: Tensor, hessian: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """One sweep over a run of columns; returns the new centred codes and the change of value.
 
-    target: float32 ``[in, out]``. hessian: ``[in, in]``, positive diagonal. Column j in turn takes the code
-    nearest to ``q_j + (H d)_j / H_jj``, the minimum of the quadratic along that column; the gradient follows
-    at once. An output whose cost did not fall (the arithmetic is float32) keeps its codes.
+    codes, value, gradient: float32 ``[columns, out]``; gradient is ``H d`` (d = target - value) at these columns.
+    hessian: their own block, positive diagonal. rows: scale and bounds of each column. Column j takes the
+    code nearest to ``value_j + (H d)_j / H_jj``, the minimum of ``d H dT`` along it, and the gradient follows at once,
+    so the cost never rises.
     """
-    rows = rows_of(grid, group_of, scheme)
-    spread = grid.scale[group_of]
-    diagonal = hessian.diagonal()[:, None]
-    coupling = hessian / hessian.diagonal()
-    current = codes * spread
-    difference = target - current
-    gradient = hessian @ difference
-    values = torch.addcdiv(current, gradient, diagonal.expand_as(gradient))
+    diagonal = hessian.diagonal()
+    values = torch.addcmul(value, gradient, diagonal.reciprocal()[:, None])
     moved, change = torch.empty_like(codes), torch.empty_like(codes)
-    sweep(values, coupling, rows, moved, change, current)
-    before = (difference * gradient).sum(0)
-    difference -= change
-    gradient.addmm_(hessian, change, alpha=-1)
-    return torch.where((difference * gradient).sum(0) < before, moved, codes)
+    sweep(values, hessian / diagonal, rows, moved, change, value)
+    return moved, change

@@ -57,12 +57,6 @@ def group_of(columns: int, group: int, order: Tensor | None) -> list[int]:
     return (index if order is None else index[order]).tolist()
 
 
-def members(group_of: list[int]) -> list[Tensor]:
-    """The positions of each group, int64; the inverse of :func:`group_of`."""
-    index = torch.tensor(group_of)
-    return [(index == g).nonzero().flatten() for g in range(max(group_of) + 1)]
-
-
 def per_group(weight: Tensor, scheme: Scheme, choose: Callable[[Tensor, slice], Grid]) -> Grid:
     """choose(group's weights ``[columns, out]``, their columns) for every group, as one grid."""
     places = [slice(*span) for span in spans(len(weight), scheme.group)]
