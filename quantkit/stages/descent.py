@@ -11,16 +11,16 @@ from torch import Tensor
 from quantkit.stages.feedback import Rows, sweep
 
 
-def descend(codes: Tensor, value: Tensor, gradient: Tensor, hessian: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """One sweep over a run of columns; returns the new centred codes and the change of value.
+def descend(value: Tensor, gradient: Tensor, hessian: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """One sweep over a run of columns: new centred codes and the change of value, each ``[columns, out]``.
 
-    codes, value, gradient: float32 ``[columns, out]``; gradient is ``H d`` (d = target - value) at these columns.
-    hessian: their own block, positive diagonal. rows: scale and bounds of each column. Column j takes the
-    code nearest to ``value_j + (H d)_j / H_jj``, the minimum of ``d H dT`` along it, and the gradient follows at once,
-    so the cost never rises.
+    value: what the present codes stand for. gradient: ``H d`` (d = target - value) at these columns. hessian:
+    their own block, positive diagonal. rows: scale and bounds of each column. Column j takes the code nearest
+    to ``value_j + (H d)_j / H_jj``, the minimum of ``d H dT`` along it, and the gradient follows at once, so the
+    cost never rises.
     """
     diagonal = hessian.diagonal()
     values = torch.addcmul(value, gradient, diagonal.reciprocal()[:, None])
-    moved, change = torch.empty_like(codes), torch.empty_like(codes)
+    moved, change = torch.empty_like(value), torch.empty_like(value)
     sweep(values, hessian / diagonal, rows, moved, change, value)
     return moved, change

@@ -1,4 +1,4 @@
-"""Lowering the output error of a finished rounding, group by group: codes descend, then the scale is refitted."""
+"""Lowering the output error of a finished rounding, group by group: codes descend, scales are refitted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def polish(
             block, old = hessian[own, own], value[own].clone()
             if move_codes:
                 rows = rows_of(Grid(scale, grid.zero), [g] * (stop - start), scheme)
-                best[own], change = descend(best[own], old, gradient[own], block, rows)
+                best[own], change = descend(old, gradient[own], block, rows)
                 gradient[own].addmm_(block, change, alpha=-1)
             if move_scales:
                 step, pull = refit(best[own], scale[g], gradient[own], block, scheme)

@@ -1,4 +1,4 @@
-"""The least-squares scale of a group for fixed codes (two-stage scales, arXiv 2602.02126), as it is stored."""
+"""The least-squares scale of a group for fixed codes (two-stage scales, arXiv 2602.02126), as stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from quantkit.scheme import Scheme
 TINY = torch.finfo(torch.float32).tiny
 
 
-def refit(codes: Tensor, scale: Tensor, gradient: Tensor, hessian: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+def refit(
+    codes: Tensor, scale: Tensor, gradient: Tensor, hessian: Tensor, scheme: Scheme
+) -> tuple[Tensor, Tensor]:
     """Step of one group's scales, ``[out]``, and ``H c`` ``[columns, out]``, by which the gradient follows.
 
     codes: centred, c ``[columns, out]``; gradient: g = ``H d`` at these columns; hessian: their own block.

@@ -11,8 +11,8 @@ from quantkit.stages.damping import Factor
 def qep_target(weight: Tensor, cross: Tensor, factor: Factor, strength: float) -> Tensor:
     """What to round instead of W: ``W* = W + strength * W A (H + damping)**-1`` (QEP, arXiv 2504.09629).
 
-    weight: ``[in, out]``; cross: A ``[in, in]``, ``sum (x_float - x) xT`` in the Hessian's normalisation; both
-    and the result in walk order. With strength 1 and no damping, W* times the inputs seen here is the
+    weight: ``[in, out]``; cross: A ``[in, in]``, ``sum (x_float - x) xT`` in the Hessian's units; both and
+    the result in walk order. With strength 1 and no damping, W* times the inputs seen here is the
     least-squares fit of the unquantized layer's output, so feedback from W* is exact greedy least squares for
     ``|W X_float - W^ X|``.
     """
@@ -25,8 +25,8 @@ def gptaq(weight: Tensor, cross: Tensor, factor: Factor, strength: float) -> tup
     """GPTAQ (arXiv 2504.02692) as an ordinary feedback problem: ``(weight, coupling)`` for :mod:`feedback`.
 
     GPTAQ adds ``v_j P[j, k]`` to every later column k as the walk passes value v_j, with
-    ``P = strength * triu(A UT, 1) U``. The recursion ``V = W - D M + V P`` (D the rounding errors, M the plain
-    coupling) is linear in V, so ``V = W (1 - P)**-1 - D M (1 - P)**-1``: plain feedback with another weight and
+    ``P = strength * triu(A UT, 1) U``. The recursion ``V = W - D M + V P`` (D: rounding errors, M: plain
+    coupling) is linear in V: ``V = W (1 - P)**-1 - D M (1 - P)**-1``, plain feedback with another weight and
     coupling.
     """
     upper = factor.upper
