@@ -24,12 +24,15 @@ from quantkit.errors import UserError
 from quantkit.modelspec import ModelSpec
 from quantkit.plan import HIDDEN_IN_MEMORY, LayerPlan, Names, Plan, batch_tokens
 from quantkit.recipe import Rule, make_rewrite, make_solver
+from quantkit.rewrites import Probe
 from quantkit.skeleton import BlockCall, capture, decoder_blocks, embedding_modules, materialize, release
 from quantkit.walk import Batches, HiddenStates, Walk
 from quantkit.workdir import BlockResult, ModuleReport, WorkFolder
 
 # Halted forward passes of one block may hold this much; past it each group's pass is run again instead.
 SUSPEND_IN_MEMORY = 256_000_000
+# A rewrite is proven on a window of this many tokens.
+PROBE_TOKENS = 64
 
 
 class Progress(Protocol):
@@ -174,9 +177,16 @@ class _Streams:
     upstream error, of the original model as well."""
 
     def __init__(
-        self, batches: Batches, calls: list[dict[int, BlockCall]], quantized: HiddenStates, original: HiddenStates | None
+        self,
+        batches: Batches,
+        calls: list[dict[int, BlockCall]],
+        quantized: HiddenStates,
+        original: HiddenStates | None,
+        first_ids: Tensor,
     ) -> None:
         self.batches, self.calls, self.quantized, self.original = batches, calls, quantized, original
+        self.first_ids = first_ids
+        self._probe_calls: list[dict[int, BlockCall]] | None = None
 
     @staticmethod
     def start(state: _Run, ids: Tensor) -> _Streams:
@@ -189,7 +199,7 @@ class _Streams:
             if needs_cross:
                 original = HiddenStates(tuple(hidden.data.shape), state.work.scratch("original") if _big(tuple(hidden.data.shape)) else None)
                 original.data.copy_(hidden.data)
-        return _Streams(batches, calls, hidden, original)
+        return _Streams(batches, calls, hidden, original, ids[:1].clone())
 
     def close(self) -> None:
         self.quantized.close()
@@ -215,7 +225,7 @@ class _Streams:
         original_block = None
         if self.original is not None:
             original_block = copy.deepcopy(block)
-        self._rewrite(state, prefix, block, groups, by_local, result)
+        scales = self._rewrite(state, prefix, block, groups, by_local, result)
         suspend = self._suspended_bytes(block, groups) <= SUSPEND_IN_MEMORY
         walk = self._walk(block, groups, self.quantized.data, index, suspend)
         twin = None
@@ -223,7 +233,7 @@ class _Streams:
             twin = self._walk(original_block, groups, self.original.data, index, suspend)
         for g, group in enumerate(groups):
             members = [(name, by_local[name]) for name in group if name in by_local]
-            seen = self._see(state, walk, twin, g, members)
+            seen = self._see(state, walk, twin, g, members, scales.get(group[0]))
             with state.timings.stage("solve"):
                 _solve_group(state, block, members, seen, result)
         with state.timings.stage("capture"):
@@ -245,7 +255,13 @@ class _Streams:
         return sequences * tokens * (2 * width + max(widest, 2 * width)) * 4 * streams
 
     def _see(
-        self, state: _Run, walk: Walk, twin: Walk | None, g: int, members: Sequence[tuple[str, LayerPlan]]
+        self,
+        state: _Run,
+        walk: Walk,
+        twin: Walk | None,
+        g: int,
+        members: Sequence[tuple[str, LayerPlan]],
+        divided_by: Tensor | None = None,
     ) -> Seen:
         name, layer = members[0]
         cross = twin is not None and any("cross" in make_solver(p.rule).needs for _, p in members)
@@ -259,6 +275,8 @@ class _Streams:
                 break
             with state.timings.stage("hessian"):
                 try:
+                    if x_original is not None and divided_by is not None:
+                        x_original = x_original / divided_by  # the rewritten model's inputs are x / s
                     total.add(x, x_original if cross else None)
                 except NonFinite as e:
                     raise UserError(
@@ -274,11 +292,48 @@ class _Streams:
         groups: Sequence[tuple[str, ...]],
         by_local: Mapping[str, LayerPlan],
         result: BlockResult,
+    ) -> dict[str, Tensor]:
+        """Apply the recipe's rewrites to the block. Returns what each group's inputs were divided by.
+
+        Floats that changed are rounded to their stored dtype before anything is solved against them.
+        """
+        scales: dict[str, Tensor] = {}
+        for wanted in state.plan.recipe.rewrites:
+            rewrite = make_rewrite(wanted)
+            index = int(prefix.rpartition(".")[2])
+            walk = self._walk(block, groups, self.quantized.data, index, suspend=False)
+            seen = {}
+            for g, group in enumerate(groups):
+                first = next(name for name in group if name in by_local)
+                seen[group[0]] = self._see(state, walk, None, g, [(first, by_local[first])])
+            probe = Probe(self.quantized.data[:1, :PROBE_TOKENS].clone(), self._probe_call(state, index))
+            schemes = {name: p.scheme for name, p in by_local.items() if p.scheme is not None}
+            with state.timings.stage("rewrite"):
+                report = rewrite.apply(block, state.spec, seen, schemes, state.model.config, probe=probe)
+            result.notes += [f"{prefix}: {wanted.name}: {what}: {why}" for what, why in report.skipped.items()]
+            for name, s in report.input_scales.items():
+                scales[name] = scales[name] * s if name in scales else s
+        if scales:
+            self._store_changed(state, prefix, block, by_local, result)
+        return scales
+
+    def _probe_call(self, state: _Run, index: int) -> BlockCall:
+        """How the block is called for one short window."""
+        if self._probe_calls is None:
+            ids = self.first_ids[:1, :PROBE_TOKENS]
+            self._probe_calls = _embed(state, ids, Batches(1, 1))[1]
+        return self._probe_calls[index][1]
+
+    def _store_changed(
+        self, state: _Run, prefix: str, block: nn.Module, by_local: Mapping[str, LayerPlan], result: BlockResult
     ) -> None:
-        rewrites = [make_rewrite(r) for r in state.plan.recipe.rewrites]
-        if not rewrites:
-            return
-        raise UserError("rewrites are not wired into the pipeline yet")
+        for name, value in block.named_parameters():
+            if name.removesuffix(".weight") in by_local:
+                continue
+            stored = state.tensor(f"{prefix}.{name}")
+            if not torch.equal(stored.to(value.dtype), value):
+                result.floats[f"{prefix}.{name}"] = value.detach().to(stored.dtype)
+                value.data = result.floats[f"{prefix}.{name}"].to(value.dtype)
 
     def _check(self, prefix: str) -> None:
         if not bool(torch.isfinite(self.quantized.data.sum())):

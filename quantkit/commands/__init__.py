@@ -1,0 +1,1 @@
+"""One file a command; ``quantkit.cli`` imports only the one that runs."""
