@@ -40,8 +40,8 @@ def _device(name: str, memory_gb: float, gb_per_s: float, tflops: float, source:
 
 
 # From the vendors' data sheets, written down from memory and not checked against the sheets again. Arithmetic
-# is dense bfloat16 or float16. GPU memory is the marketed size in GB (10^9 bytes), of which some hundreds of MB
-# are never free. For CPUs: the bandwidth of all channels of one socket, and no memory size, the buyer's choice.
+# is dense bfloat16 or float16. GPU memory is the marketed size in GB (10^9 bytes), of which some hundreds of
+# MB are never free. For CPUs: bandwidth of all channels of one socket; their memory is the buyer's choice.
 DEVICES: dict[str, Device] = {
     d.name: d
     for d in (
