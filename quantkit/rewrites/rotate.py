@@ -97,7 +97,7 @@ class Rotation:
 
     @torch.no_grad()
     def block(self, block: nn.Module, probe: Probe | None = None) -> RewriteReport:
-        """Rotate one block in place. With a probe (hidden states of the *rotated* stream) the result is proven;
+        """Rotate one block in place. With a probe (hidden states of the rotated stream) it is proven;
         a deviation beyond the tolerance raises UserError, for half a rotation cannot be left behind."""
         spec, report = self.spec, RewriteReport()
         before = None
