@@ -23,7 +23,7 @@ class Buffer {
   void* reserve(int64_t bytes) {
     if (bytes + 64 <= size_) return data_;
     free(data_);
-    const int64_t align = bytes >= kHugePage ? kHugePage : 64;
+    const int64_t align = bytes >= kHugePage ? kHugePage : 128;
     size_ = round_up(bytes + 64, align);
     data_ = aligned_alloc(static_cast<size_t>(align), static_cast<size_t>(size_));
     if (!data_) throw std::bad_alloc();

@@ -6,8 +6,10 @@
 
 namespace qk {
 
+constexpr float kFineSteps = 254.0f;  // the remainder of rounding lies in [-1/2, 1/2], a fine code in [-127, 127]
+
 enum WeightKind { kNibbles, kBytes, kHalves, kWeightKinds };
-enum ActKind { kInt8, kBf16, kF32, kActKinds };
+enum ActKind { kInt8, kInt16, kBf16, kF32, kActKinds };
 
 // A packed weight with its pointers resolved.
 struct Linear {
@@ -27,7 +29,8 @@ struct Linear {
 struct Acts {
   int64_t stride, groups;
   int8_t* q;       // int8 codes
-  float* scale;    // their scales
+  int8_t* fine;    // kInt16: x = scale * (q + fine / 254)
+  float* scale;    // of q
   float* sum;      // sum of the (rounded) activations per group, for the zero points
   uint16_t* bf16;  // in pair order
   float* f32;

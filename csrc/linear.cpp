@@ -49,6 +49,7 @@ Linear open(const qk_weight& weight) {
 ActKind act_kind(const Linear& w, int precision) {
   const bool integer = precision == QK_INT8 || precision == QK_INT8_TOKEN;
   if (integer && kernels().linear[w.kind][kInt8]) return kInt8;
+  if (precision == QK_INT16 && kernels().linear[w.kind][kInt16]) return kInt16;
   // bf16 weights have no integer dot, and not every CPU has a bf16 one; fp32 is at least as precise as both
   const bool bf16 = integer || precision == QK_BF16_DOT;
   return bf16 && kernels().linear[w.kind][kBf16] ? kBf16 : kF32;
@@ -68,6 +69,7 @@ Acts ActBuffer::view(const Linear& w) const {
   a.stride = act_stride(w);
   a.groups = w.groups;
   a.q = static_cast<int8_t*>(code_data_);
+  a.fine = a.q + codes_.size() / 2;  // behind all rows: codes_ has four bytes per column
   a.bf16 = static_cast<uint16_t*>(code_data_);
   a.f32 = static_cast<float*>(code_data_);
   a.scale = scale_data_;

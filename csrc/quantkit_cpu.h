@@ -17,6 +17,7 @@ enum qk_precision {
   QK_BF16_DOT = 1,    // rounded to bf16 (exact when x is bf16), products exact, fp32 sums
   QK_FP32 = 2,        // fp32 throughout
   QK_INT8_TOKEN = 3,  // rounded to int8, one scale per token (the W8A8 scheme)
+  QK_INT16 = 4,       // two int8 planes, one scale per weight group: errors of 2^-16 of the group's largest
 };
 
 enum qk_cache { QK_CACHE_F32 = 0, QK_CACHE_BF16 = 1, QK_CACHE_INT8 = 2 };

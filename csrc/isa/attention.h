@@ -34,15 +34,15 @@ static void split_queries(const float* q, int rows, int dim, Queries& out) {
       for (int d = d0; d < d1; d += 16) {
         const F v = f_mul(f_load(q + r * dim + d), f_set1(inverse));
         const F coarse = f_round(v);
-        const F fine = f_round(f_mul(f_sub(v, coarse), f_set1(254.0f)));  // the rest lies in [-1/2, 1/2]
+        const F fine = f_round(f_mul(f_sub(v, coarse), f_set1(kFineSteps)));
         f_to_s8(&out.coarse[r][d], coarse);
         f_to_s8(&out.fine[r][d], fine);
         sum = f_add(sum, coarse);
         fine_sum = f_add(fine_sum, fine);
       }
       out.coarse_scale[r][g] = s;
-      out.fine_scale[r][g] = s / 254.0f;
-      out.offset[r][g] = 128.0f * (s * f_sum(sum) + s / 254.0f * f_sum(fine_sum));
+      out.fine_scale[r][g] = s / kFineSteps;
+      out.offset[r][g] = 128.0f * (s * f_sum(sum) + s / kFineSteps * f_sum(fine_sum));
     }
   }
 }

@@ -207,6 +207,42 @@ struct Int8Dot {
   static int64_t bytes_per_column() { return 1; }
 };
 
+// Activations in two int8 planes. Half the speed of one plane, yet twice that of the bf16 dot (which is bound by its
+// table lookups: 28 GB/s per Zen 4 core in cache against 56), and closer to fp32 activations than bf16 is.
+struct Int16Dot {
+  template <class W, int M>
+  static void tile(const Linear& w, const Acts& x, int64_t row, int64_t tile, float* y, int64_t ldy) {
+    constexpr bool kFewTokens = M <= 2;  // then four chains hide the latency; else eight tokens do, and registers are short
+    F total[M];
+    for (int m = 0; m < M; m++) total[m] = f_zero();
+    const uint8_t* p = w.codes + tile * w.tile_bytes;
+    const int8_t *coarse = x.q + row * x.stride, *fine = x.fine + row * x.stride;
+    for (int64_t g = 0; g < w.groups; g++) {
+      I a[M], b[M], c[M], d[M];
+      for (int m = 0; m < M; m++) a[m] = b[m] = c[m] = d[m] = i_zero();
+      const int64_t k1 = (g + 1) * w.group < w.cols16 ? (g + 1) * w.group : w.cols16;
+#pragma GCC unroll 4
+      for (int64_t k = g * w.group; k < k1; k += 8, p += W::kBytes) {
+        b_prefetch(p + kPrefetch);
+        W::dot_int8(a, kFewTokens ? b : a, p, coarse + k, x.stride);
+        W::dot_int8(c, kFewTokens ? d : c, p, fine + k, x.stride);
+      }
+      const int64_t cell = tile * w.groups + g;
+      const F scale = load_scale(w, cell);
+      const F zero = w.zeros ? f_from_u8(w.zeros + cell * 16) : f_set1(W::kCentre);
+      for (int m = 0; m < M; m++) {
+        if (kFewTokens) a[m] = i_add(a[m], b[m]), c[m] = i_add(c[m], d[m]);
+        const int64_t i = (row + m) * x.groups + g;
+        const F both = f_fma(i_to_f(c[m]), f_set1(1.0f / kFineSteps), i_to_f(a[m]));
+        const F offset = f_mul(zero, f_set1(x.sum[i]));
+        total[m] = f_fma(f_sub(f_mul(both, f_set1(x.scale[i])), offset), scale, total[m]);
+      }
+    }
+    write_tile(w, total, tile, y, ldy);
+  }
+  static int64_t bytes_per_column() { return 2; }
+};
+
 // The group loop that both floating kernels share: dot(part, codes, k) adds eight columns.
 template <class W, int M, class Dot>
 QK_INLINE void float_tile(const Linear& w, const Acts& x, int64_t row, int64_t tile, float* y, int64_t ldy, Dot dot) {

@@ -12,6 +12,8 @@ static constexpr Kernels make_table(const char* name, bool bf16_dot) {
   k.name = name;
   k.linear[kNibbles][kInt8] = linear<Nibbles, Int8Dot>;
   k.linear[kBytes][kInt8] = linear<Bytes, Int8Dot>;
+  k.linear[kNibbles][kInt16] = linear<Nibbles, Int16Dot>;
+  k.linear[kBytes][kInt16] = linear<Bytes, Int16Dot>;
   k.linear[kNibbles][kF32] = linear<Nibbles, F32Dot>;
   k.linear[kBytes][kF32] = linear<Bytes, F32Dot>;
   k.linear[kHalves][kF32] = linear<Halves, F32Dot>;

@@ -31,6 +31,24 @@ QK_INLINE void round_int8(const float* x, int64_t n, float peak, int8_t* q, floa
   *sum = f_sum(total) * step;
 }
 
+// The same in two planes: x = scale * (q + fine / 254).
+QK_INLINE void round_int16(const float* x, int64_t n, float peak, int8_t* q, int8_t* fine, float* scale, float* sum) {
+  const float inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
+  const float step = peak / 127.0f;
+  F total = f_zero(), fine_total = f_zero();
+  for (int64_t k = 0; k < n; k += 16) {
+    const F v = f_mul(f_load(x + k), f_set1(inverse));
+    const F coarse = f_round(v);
+    const F rest = f_round(f_mul(f_sub(v, coarse), f_set1(kFineSteps)));
+    total = f_add(total, coarse);
+    fine_total = f_add(fine_total, rest);
+    f_to_s8(q + k, coarse);
+    f_to_s8(fine + k, rest);
+  }
+  *scale = step;
+  *sum = (f_sum(total) + f_sum(fine_total) / kFineSteps) * step;
+}
+
 static void prepare(const Linear& w, ActKind kind, bool per_token, const float* x, float* scratch, const Acts& a,
                     int64_t row) {
   if (w.order) {
@@ -45,6 +63,10 @@ static void prepare(const Linear& w, ActKind kind, bool per_token, const float* 
     const int64_t at = row * a.stride + k0, cell = row * a.groups + g;
     if (kind == kInt8) {
       round_int8(x + k0, n, per_token ? peak : largest(x + k0, n), a.q + at, a.scale + cell, a.sum + cell);
+      continue;
+    }
+    if (kind == kInt16) {
+      round_int16(x + k0, n, largest(x + k0, n), a.q + at, a.fine + at, a.scale + cell, a.sum + cell);
       continue;
     }
     F total = f_zero();

@@ -31,7 +31,7 @@ FAMILIES = {
 }
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on the sequence length
-PRECISIONS = {"exact": native.BF16_DOT, "fp32": native.FP32, "int8": native.INT8}
+PRECISIONS = {"exact": native.INT16, "bf16": native.BF16_DOT, "fp32": native.FP32, "int8": native.INT8}
 
 # where the linears and norms of a block stand in a state dict
 LINEARS = {
@@ -143,8 +143,9 @@ class NativeDecoder:
     config: a transformers text config (Llama, Mistral, Qwen2, Qwen3 or Gemma 3).
     weights: by the names of the state dict (``model.layers.0.self_attn.q_proj.weight``; the name of a QuantWeight
         may stand without ``.weight``). QuantWeights are run as they are; float linears as bf16.
-    precision: "exact" (bf16 activations, exact weights, fp32 sums; fp32 where the CPU has no bf16 dot), "fp32",
-        or "int8" (activations rounded to int8 per group: faster prefill).
+    precision: of the activations; weights are exact and sums fp32 in all of them. "exact" rounds activations to 2^-16 of
+        the largest in their group, a hundredth of what bf16 loses; "bf16" uses the bf16 dot where the CPU has one;
+        "fp32" rounds nothing and is the slowest; "int8" rounds to int8 per group and has the fastest prefill.
     head: "int8" rounds a float head to 8 bits in groups of 64, "bfloat16" keeps it. A QuantWeight head stays.
     cache: "int8", "bfloat16" or "float32". capacity: longest sequence. chunk: tokens per prefill pass.
 
@@ -282,7 +283,7 @@ class NativeDecoder:
         c.activation = ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act]
         c.cache, c.precision = native.CACHES[cache], PRECISIONS[precision]
         # the head is memory-bound and its argmax decides the token: never rounded activations
-        c.head_precision = native.FP32 if precision == "fp32" else native.BF16_DOT
+        c.head_precision = native.INT16 if precision == "int8" else PRECISIONS[precision]
         c.eps = config.rms_norm_eps
         scalar = config.query_pre_attn_scalar if gemma else c.head_dim
         c.attn_scale = scalar**-0.5

@@ -22,7 +22,7 @@ from quantkit.qweight import QuantWeight
 
 ABI_VERSION = 1
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum qk_dtype
-INT8, BF16_DOT, FP32, INT8_TOKEN = range(4)  # enum qk_precision
+INT8, BF16_DOT, FP32, INT8_TOKEN, INT16 = range(5)  # enum qk_precision
 CACHES = {"float32": 0, "bfloat16": 1, "int8": 2}  # enum qk_cache
 HUGE_PAGE = 2 << 20
 

@@ -32,8 +32,8 @@ def precision_code(request: Request) -> int:
     """enum qk_precision for a request; "exact" is the bf16 dot where the activations are bf16 already."""
     if request.scheme.activation == "int8":
         return native.INT8_TOKEN
-    if request.precision == "int8":
-        return native.INT8
+    if request.precision in ("int8", "int16"):
+        return native.INT8 if request.precision == "int8" else native.INT16
     if request.precision == "bf16" or request.dtype == torch.bfloat16:
         return native.BF16_DOT
     return native.FP32

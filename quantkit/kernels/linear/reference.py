@@ -19,17 +19,20 @@ def why_not(request: Request) -> str | None:
     return None
 
 
-def round_int8(x: Tensor) -> Tensor:
-    """Round to int8 along the last axis with one scale, and back: x [..., n] -> [..., n]."""
+def round_int8(x: Tensor, steps: int = 1) -> Tensor:
+    """Round to int8 along the last axis with one scale, and back: x [..., n] -> [..., n].
+
+    steps: finer than int8 by this factor.
+    """
     scale = x.abs().amax(-1, keepdim=True) / 127
     inverse = torch.where(scale > 0, 1 / scale, torch.zeros_like(scale))
-    return torch.round(x * inverse) * scale
+    return torch.round(x * inverse * steps) / steps * scale
 
 
 def round_activations(x: Tensor, request: Request, order: Tensor | None = None) -> Tensor:
     """What the kernels make of float32 activations ``x [..., in]`` before they multiply.
 
-    int8 per token for W8A8 schemes; for precision "int8" per group of columns (in the act-order); bf16 for "bf16".
+    int8 per token for W8A8 schemes; for "int8" and "int16" per group of columns (in the act-order); bf16 for "bf16".
     """
     if request.scheme.activation == "int8":
         return round_int8(x)
@@ -37,9 +40,10 @@ def round_activations(x: Tensor, request: Request, order: Tensor | None = None) 
         return x.to(torch.bfloat16).float()
     if request.precision == "exact":
         return x
+    steps = 254 if request.precision == "int16" else 1
     group = request.scheme.group or request.cols
     sorted_x = x if order is None else x[..., order]
-    rounded = torch.cat([round_int8(part) for part in sorted_x.split(group, dim=-1)], dim=-1)
+    rounded = torch.cat([round_int8(part, steps) for part in sorted_x.split(group, dim=-1)], dim=-1)
     if order is None:
         return rounded
     out = torch.empty_like(rounded)
