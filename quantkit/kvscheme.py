@@ -78,7 +78,7 @@ class KVScheme:
 
     k_bits, v_bits: 2, 4, 8 or 16 (16: not quantized).
     k_layout: "channel", "token" or "hadamard"; v_layout: "token" or "hadamard" (see :class:`Side`).
-    symmetric, meta, search: as in :class:`Side`, for both.
+    k_symmetric, v_symmetric, and meta, search for both: as in :class:`Side`.
     page: tokens in a page. A page is quantized once, when it is full, and never again.
     window: at least this many of the newest tokens stay unquantized, besides the unfilled page.
     sinks: first tokens of each sequence that stay unquantized (StreamingLLM, arXiv 2309.17453).
@@ -87,14 +87,15 @@ class KVScheme:
     overrides: ``((layer, k_bits, v_bits), ...)`` for layers that differ.
 
     >>> KVScheme.parse("int4").bytes_per_token(kv_heads=8, head_dim=128)
-    1072.3
+    1088.5
     """
 
     k_bits: int = 8
     v_bits: int = 8
     k_layout: str = "channel"
     v_layout: str = "token"
-    symmetric: bool = False
+    k_symmetric: bool = False
+    v_symmetric: bool = False
     meta: str = "compact"
     search: bool = False
     page: int = 64
@@ -115,17 +116,17 @@ class KVScheme:
             raise SchemeError(f"pages of {self.page} tokens: must be a positive multiple of 8")
         if not 0 <= self.sinks < self.page:
             raise SchemeError(f"{self.sinks} sink tokens do not fit in a page of {self.page}")
-        if self.window < 0 or self.window % self.page:
-            raise SchemeError(f"window {self.window} must be a multiple of the page size {self.page}")
+        if self.window < 0 or self.window % 8:
+            raise SchemeError(f"window {self.window} must be a multiple of 8")
         if self.window_dtype not in ("auto", "bfloat16", "float16", "float32"):
             raise SchemeError(f"window dtype {self.window_dtype!r}: choose auto, bfloat16, float16 or float32")
 
     def keys_at(self, layer: int | None) -> Side:
         """Grid of the keys of a layer (None: where no override applies)."""
-        return Side(self._bits(layer)[0], self.k_layout, self.symmetric, self.meta, self.search)
+        return Side(self._bits(layer)[0], self.k_layout, self.k_symmetric, self.meta, self.search)
 
     def values_at(self, layer: int | None) -> Side:
-        return Side(self._bits(layer)[1], self.v_layout, self.symmetric, self.meta, self.search)
+        return Side(self._bits(layer)[1], self.v_layout, self.v_symmetric, self.meta, self.search)
 
     def _bits(self, layer: int | None) -> tuple[int, int]:
         for index, k, v in self.overrides:
@@ -179,9 +180,10 @@ class KVScheme:
         return replace(PRESETS[name], **values)
 
     def __str__(self) -> str:
-        name = f"K{self.k_bits} {self.k_layout} / V{self.v_bits} {self.v_layout}, page {self.page}"
+        k, v = ("sym" if symmetric else "asym" for symmetric in (self.k_symmetric, self.v_symmetric))
+        name = f"K{self.k_bits} {self.k_layout} {k} / V{self.v_bits} {self.v_layout} {v}"
         extra = f", {len(self.overrides)} layers differ" if self.overrides else ""
-        return f"{name}, {'sym' if self.symmetric else 'asym'}, {self.meta} scales{extra}"
+        return f"{name}, page {self.page}, window {self.window}, sinks {self.sinks}, {self.meta} scales{extra}"
 
 
 _TOKEN = dict(k_layout="token", v_layout="token", meta="float16", sinks=0)
@@ -192,7 +194,7 @@ PRESETS: dict[str, KVScheme] = {
     "int2": KVScheme(2, 2, search=True, window=64),
     "k8v4": KVScheme(8, 4, search=True),
     "k4v2": KVScheme(4, 2, search=True),
-    "int8-token": KVScheme(8, 8, symmetric=True, **_TOKEN),  # type: ignore[arg-type]
+    "int8-token": KVScheme(8, 8, k_symmetric=True, v_symmetric=True, **_TOKEN),  # type: ignore[arg-type]
     "int4-token": KVScheme(4, 4, **_TOKEN),  # type: ignore[arg-type]
     "int4-hadamard": KVScheme(4, 4, k_layout="hadamard", v_layout="hadamard", search=True),
 }

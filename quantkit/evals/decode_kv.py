@@ -1,9 +1,9 @@
 """What a quantized KV cache costs, measured in decode mode.
 
-A text is fed through the cache in chunks that end where pages end, next to the full-precision cache fed alike. For
-quantkit's caches this equals feeding token by token (tests/kv/test_decode_kv.py shows it): a query sees a page
-packed exactly when the page was full before the query's own step. transformers' QuantizedCache flushes each 128
-tokens, a multiple of the chunk, so the same holds for it after its first chunk.
+A text is fed through the cache in chunks of 32, next to the full-precision cache fed alike. For quantkit's caches
+whose page and window are multiples of the chunk this equals feeding token by token (tests/kv shows it): a query sees
+a page packed exactly when the page was due before the query's own step. transformers' QuantizedCache flushes each
+128 tokens, a multiple of the chunk, so the same holds for it after its first chunk.
 
     python -m quantkit.evals.decode_kv MODEL --text BOOK.txt --kv int4 --kv int8 --context 2048 --windows 2
 """
@@ -30,7 +30,7 @@ from transformers import DynamicCache
 from quantkit.kvscheme import KVScheme
 from quantkit.nn.quant_cache import QuantCache
 
-CHUNK = 64
+CHUNK = 32
 CacheMaker = Callable[[Any], Any]  # model config -> empty cache
 
 
@@ -106,8 +106,8 @@ def compare(
 ) -> dict[str, Score]:
     """Feed each window ``[tokens]`` through every cache and the full-precision one in lockstep.
 
-    start: first position whose prediction is scored. chunk: tokens a step; must divide the page size or be a
-    multiple of it (the caller's duty), 1 is true decoding.
+    start: first position whose prediction is scored. chunk: tokens a step; where page and window of a format are
+    multiples of it, the result is that of true decoding (chunk 1).
     """
     scores = {name: Score() for name in makers}
     for ids in windows:
@@ -168,7 +168,9 @@ def _tensors_in(value: Any, depth: int = 4) -> list[Tensor]:
 
 
 @torch.no_grad()
-def needle(model: Any, tokenizer: Any, make: CacheMaker, haystack: Tensor, depths: tuple[float, ...], seed: int = 0) -> float:
+def needle(
+    model: Any, tokenizer: Any, make: CacheMaker, haystack: Tensor, depths: tuple[float, ...], seed: int = 0
+) -> float:
     """Share of digits recalled, of a five-digit number hidden at each depth of ``haystack [tokens]``.
 
     The number is asked for by repeating its sentence up to the number, and each digit is scored given the true
@@ -181,7 +183,9 @@ def needle(model: Any, tokenizer: Any, make: CacheMaker, haystack: Tensor, depth
         lead = " The secret number of the lighthouse keeper is "
         hidden = tokenizer(f"{lead}{number}.", add_special_tokens=False, return_tensors="pt").input_ids[0]
         ask = tokenizer(lead, add_special_tokens=False, return_tensors="pt").input_ids[0]
-        answer = tokenizer(f"{lead}{number}", add_special_tokens=False, return_tensors="pt").input_ids[0][len(ask) :]
+        answer = tokenizer(f"{lead}{number}", add_special_tokens=False, return_tensors="pt").input_ids[0][
+            len(ask) :
+        ]
         cut = max(1, int(depth * len(haystack)))
         ids = torch.cat([haystack[:cut], hidden, haystack[cut:], ask, answer])
         cache, logits = make(model.config), []
@@ -204,15 +208,27 @@ def text_windows(tokenizer: Any, text: str, length: int, count: int) -> list[Ten
         raise ValueError(f"the text has {last - first} tokens after trimming, too few for {count} x {length}")
     stride = (last - first) // count
     body = length - len(bos)
-    return [torch.cat([torch.tensor(bos, dtype=torch.long), ids[o : o + body]]) for o in range(first, first + stride * count, stride)]
+    return [
+        torch.cat([torch.tensor(bos, dtype=torch.long), ids[o : o + body]])
+        for o in range(first, first + stride * count, stride)
+    ]
 
 
-def rows(model_name: str, kv: str, context: int, metrics: dict[str, Any], command: str) -> list[dict[str, Any]]:
+def rows(
+    model_name: str, kv: str, context: int, metrics: dict[str, Any], command: str
+) -> list[dict[str, Any]]:
     """Result rows: one per metric, each with what is needed to repeat it."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     shared = {
-        "command": command, "commit": commit, "machine": f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
-        "date": datetime.date.today().isoformat(), "model": model_name, "kv": kv, "context": context,
+        "command": command,
+        "commit": commit,
+        "machine": f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "date": datetime.date.today().isoformat(),
+        "model": model_name,
+        "kv": kv,
+        "context": context,
     }
     return [shared | {"metric": metric, "value": value} for metric, value in metrics.items()]
 
@@ -226,7 +242,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--start", type=int, default=128, help="first position that is scored")
     parser.add_argument("--chunk", type=int, default=CHUNK)
-    parser.add_argument("--needle", action="store_true", help="also retrieval of a number hidden at five depths")
+    parser.add_argument(
+        "--needle", action="store_true", help="also retrieval of a number hidden at five depths"
+    )
     parser.add_argument("--out", type=Path, help="append rows to this JSON-lines file")
     args = parser.parse_args(argv)
 
@@ -246,10 +264,16 @@ def main(argv: list[str] | None = None) -> int:
         metrics |= {"bytes_per_token": held / args.context, "bytes_vs_bf16": held / plain}
         if args.needle:
             depths = (0.1, 0.3, 0.5, 0.7, 0.9)
-            metrics["needle"] = needle(model, tokenizer, makers[name], windows[0][: args.context - 64], depths)
-        print(f"{name:>32}  KL {metrics['kl']:.6f}  ppl {metrics['perplexity']:.3f} ({metrics['reference_perplexity']:.3f})  "
-              f"top1 {metrics['top1_agreement']:.4f}  bytes {metrics['bytes_vs_bf16']:.4f} x bf16  "
-              f"quarters {metrics['kl_by_quarter']}" + (f"  needle {metrics['needle']:.2f}" if args.needle else ""), flush=True)
+            metrics["needle"] = needle(
+                model, tokenizer, makers[name], windows[0][: args.context - 64], depths
+            )
+        print(
+            f"{name:>32}  KL {metrics['kl']:.6f}  ppl {metrics['perplexity']:.3f} ({metrics['reference_perplexity']:.3f})  "
+            f"top1 {metrics['top1_agreement']:.4f}  bytes {metrics['bytes_vs_bf16']:.4f} x bf16  "
+            f"quarters {metrics['kl_by_quarter']}"
+            + (f"  needle {metrics['needle']:.2f}" if args.needle else ""),
+            flush=True,
+        )
         if args.out:
             with args.out.open("a", encoding="utf-8") as out:
                 for row in rows(Path(args.model).name, name, args.context, metrics, command):

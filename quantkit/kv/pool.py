@@ -8,7 +8,7 @@ from torch import Tensor
 from quantkit.kv.pages import Fields, encode
 from quantkit.kvscheme import Side
 
-GROWTH = 8  # pages; the pool grows by this many or by an eighth, whichever is more
+GROWTH = 32  # the pool grows by this fraction of itself, at least by one page: free slots count as memory held
 
 
 class PagePool:
@@ -69,7 +69,7 @@ class PagePool:
         return slots
 
     def _grow(self, shortfall: int, like: Fields) -> None:
-        extra = max(shortfall, GROWTH, self.capacity // 8)
+        extra = max(shortfall, self.capacity // GROWTH)
         for name, value in like.items():
             old = self._store.get(name)
             fresh = value.new_empty((self.capacity + extra, *value.shape[1:]))
