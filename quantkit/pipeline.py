@@ -363,6 +363,12 @@ def _embed(state: _Run, ids: Tensor, batches: Batches) -> tuple[HiddenStates, li
     for name in names:
         if not (compact and name == spec.embed):
             materialize(model.get_submodule(name), name, state.tensor)
+    rows = embedding.weight.shape[0]
+    if int(ids.max()) >= rows:
+        raise UserError(
+            f"the calibration data hold token {int(ids.max())}, the model has {rows} embeddings; the tokenizer does not "
+            "belong to this model"
+        )
     used, position = torch.unique(ids, return_inverse=True)
     padding = getattr(embedding, "padding_idx", None)
     if compact and info is not None:

@@ -88,13 +88,15 @@ class QuantLayer(CacheLayerMixin):
             self.pads = tuple(pad for pad in self.given_pads for _ in range(repeats))  # beams are neighbours
             if max(self.pads) >= key_states.shape[-2]:
                 raise ValueError(f"padding of {max(self.pads)} tokens, but the first states hold {key_states.shape[-2]}")
-        dtype = None if self.scheme.window_dtype == "auto" else getattr(torch, self.scheme.window_dtype)
-        sinks = 0 if self.is_sliding else self.scheme.sinks
-        self.sequences = [
-            Sequence(self.pool, self.scheme.page, self.scheme.window, sinks, dtype) for _ in range(batch)
-        ]
+        self.sequences = [self.new_sequence() for _ in range(batch)]
         self.device, self.dtype = key_states.device, key_states.dtype
         self.is_initialized = True
+
+    def new_sequence(self) -> Sequence:
+        """An empty sequence of this layer's format. A sliding window forgets its first tokens, so it has no sinks."""
+        dtype = None if self.scheme.window_dtype == "auto" else getattr(torch, self.scheme.window_dtype)
+        sinks = 0 if self.is_sliding else self.scheme.sinks
+        return Sequence(self.pool, self.scheme.page, self.scheme.window, sinks, dtype)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append ``[batch, kv_heads, tokens, dim]``; return all visible keys and values, dequantized or as handles."""

@@ -16,7 +16,7 @@ def descend(value: Tensor, gradient: Tensor, hessian: Tensor, rows: Rows) -> tup
 
     value: what the present codes stand for. gradient: ``H d`` (d = target - value) at these columns. hessian:
     their own block, positive diagonal. rows: scale and bounds of each column. Column j takes the code nearest
-    to ``value_j + (H d)_j / H_jj``, the minimum of ``d H dT`` along it, and the gradient follows at once, so the
+    to ``value_j + (H d)_j / H_jj``, the minimum of ``d H dT`` along it; the gradient follows at once, so the
     cost never rises.
     """
     diagonal = hessian.diagonal()
