@@ -53,8 +53,8 @@ def legend(table: Table) -> str:
     others = sorted({table.names[b] for b in table.baselines if b})
     best = f", or the best ({', '.join(others)}) where that has no value" if others else ""
     return (
-        f"± is one standard error. {'; '.join(parts)}. Baseline: {table.names[0]}{best}. Measures on the same "
-        "text are compared window by window, which sees smaller differences than the two ± suggest."
+        f"± is one standard error. {'; '.join(parts)}. Baseline: {table.names[0]}{best}. Measures on the "
+        "same text are compared window by window, which sees smaller differences than the two ± suggest."
     )
 
 
