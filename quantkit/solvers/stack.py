@@ -13,7 +13,7 @@ from quantkit.activations import Seen
 from quantkit.scheme import Scheme
 from quantkit.solvers._rows import Answer, RowSolver, hessian_notes, searched
 from quantkit.stages import feedback
-from quantkit.stages.damping import Factor, NotPositive, damped, descending, factorize
+from quantkit.stages.damping import Factor, NotPositive, cholesky, damped, descending, factorize
 from quantkit.stages.grid import Grid, group_of, minmax, per_group, search, squared
 from quantkit.stages.polish import polish
 from quantkit.stages.upstream import qep_target
@@ -23,9 +23,9 @@ from quantkit.stages.upstream import qep_target
 class Prepared:
     """Shared by all linears of one input."""
 
-    factor: Factor  # walk order
-    correction: Factor  # likewise, with the correction's own damping
-    metric: Tensor  # the damped Hessian of polishing, natural order
+    factor: Factor
+    correction: Tensor | None  # Cholesky factor of the Hessian with the correction's damping
+    metric: Tensor  # the damped Hessian that polishing lowers
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -61,9 +61,9 @@ class Solver(RowSolver):
         order = descending(seen.hessian)
         try:
             factor = factorize(seen.hessian, self.damping, order)
-            correction = factor
-            if self.correction and self.correction_damping != self.damping:
-                correction = factorize(seen.hessian, self.correction_damping, order)
+            correction = None
+            if self.correction:
+                correction = cholesky(seen.hessian, self.correction_damping)[0].float()
         except NotPositive as failure:
             return failure
         return Prepared(factor, correction, damped(seen.hessian, factor.damping))
@@ -75,20 +75,19 @@ class Solver(RowSolver):
         if isinstance(prepared, NotPositive):
             return searched(weight, scheme, seen, self.signed, f"Hessian {prepared}")
         factor = prepared.factor
-        target = factor.walk(weight)
-        if self.correction and seen.cross is not None:
-            cross = factor.walk(factor.walk(seen.cross).T).T
-            target = qep_target(target, cross, prepared.correction, self.correction)
-
-        natural, price = factor.unwalk(target), factor.unwalk(factor.price)
-        grid = per_group(natural, scheme, lambda run, at: self._choose(run, price[at], scheme))
-        index = group_of(len(target), scheme.group, factor.order)
-        codes = feedback.static(target, feedback.normalised(factor.upper), grid, index, scheme)
+        target = weight
+        if prepared.correction is not None and seen.cross is not None:
+            target = qep_target(weight, seen.cross, prepared.correction, self.correction)
+        price = factor.unwalk(factor.price)
+        grid = per_group(target, scheme, lambda run, at: self._choose(run, price[at], scheme))
+        index = group_of(len(weight), scheme.group, factor.order)
+        walk = factor.walk(target)
+        codes = feedback.static(walk, feedback.normalised(factor.upper), grid, index, scheme)
         codes = factor.unwalk(codes)
         if self.rounds:
-            codes, grid = polish(natural, prepared.metric, codes, grid, scheme, self.rounds)
+            codes, grid = polish(target, prepared.metric, codes, grid, scheme, self.rounds)
         notes = hessian_notes(factor, self.damping, seen.tokens)
-        return Answer(codes, grid, target=natural, notes=notes)
+        return Answer(codes, grid, target=target, notes=notes)
 
     def _choose(self, run: Tensor, price: Tensor, scheme: Scheme) -> Grid:
         if self.grid == "minmax" or scheme.bits == 8:

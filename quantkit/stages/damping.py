@@ -69,29 +69,35 @@ def damped(hessian: Tensor, fraction: float) -> Tensor:
     return copy
 
 
-def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> Factor:
-    """Damp, factorize in float64, raise the damping threefold while that fails.
+def cholesky(hessian: Tensor, damping: float) -> tuple[Tensor, Tensor, float, int]:
+    """Damp and factorize in float64, raising the damping threefold while that fails. Raises NotPositive.
 
-    hessian: ``[in, in]`` symmetric, any scale. damping: fraction of the mean diagonal. Raises NotPositive.
-
-    H**-1 = UT U with U upper needs no inverse of H: reversing rows and columns turns Cholesky's lower factor
-    into an upper one, H = R RT, and U = R**-1. A third of the work, and better conditioned.
+    Returns the lower factor, the damped Hessian (float64 both), the damping it took, how often it was raised.
     """
     base = hessian.double()
-    if order is not None:
-        base = base[order][:, order]
-    dead = base.diagonal() == 0
     mean = float(base.diagonal().mean()) or 1.0
     fraction = damping
     for attempt in range(ATTEMPTS):
         now = damped(base, fraction)
-        lower, failed = torch.linalg.cholesky_ex(now.flip(0, 1))
+        lower, failed = torch.linalg.cholesky_ex(now)
         # Sums in float32 leave noise of 1e-7: a pivot down there is noise, and dividing by it amplifies it.
         if not failed and float(lower.diagonal().min()) ** 2 > 1e-9 * mean:
-            upper = invert_upper(lower.flip(0, 1))
-            return Factor(order, now.float(), upper.float(), dead, fraction, attempt)
+            return lower, now, fraction, attempt
         fraction = max(RAISE * fraction, SMALLEST_RAISED)
     raise NotPositive(f"not positive definite even with {fraction / RAISE:.2g} of its mean diagonal added")
+
+
+def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> Factor:
+    """GPTQ's factor. hessian: ``[in, in]`` symmetric, any scale; damping: fraction of the mean diagonal.
+
+    H**-1 = UT U with U upper needs no inverse of H: reversing rows and columns turns Cholesky's lower factor
+    into an upper one, H = R RT, and U = R**-1. A third of the work, and better conditioned.
+    Raises NotPositive.
+    """
+    base = hessian if order is None else hessian[order][:, order]
+    lower, now, fraction, escalations = cholesky(base.flip(0, 1), damping)
+    upper = invert_upper(lower.flip(0, 1)).float()
+    return Factor(order, now.flip(0, 1).float(), upper, base.diagonal() == 0, fraction, escalations)
 
 
 def invert_upper(upper: Tensor, leaf: int = 64) -> Tensor:

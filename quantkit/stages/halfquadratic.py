@@ -21,7 +21,7 @@ def fit_zero(weight: Tensor, scheme: Scheme, power: float, steps: int, strength:
 
     HQQ (Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", Mobius Labs 2023).
     Alternates between the outlying part e of the error, a generalized soft threshold of it, and the zero
-    point that fits the rest: ``zero = mean(code - (w - e) / s)``. Errors are in units of the scale, so that the
+    point that fits the rest: ``zero = mean(code - (w - e) / s)``. Errors are in units of the scale, so the
     result does not depend on the weight's size. HQQ stores a real zero point, plain formats an integer: it is
     rounded before it is judged, and an output takes it only where the robust error falls and the squared one
     does not rise.

@@ -8,17 +8,15 @@ from torch import Tensor
 from quantkit.stages.damping import Factor
 
 
-def qep_target(weight: Tensor, cross: Tensor, factor: Factor, strength: float) -> Tensor:
+def qep_target(weight: Tensor, cross: Tensor, lower: Tensor, strength: float) -> Tensor:
     """What to round instead of W: ``W* = W + strength * W A (H + damping)**-1`` (QEP, arXiv 2504.09629).
 
-    weight: ``[in, out]``; cross: A ``[in, in]``, ``sum (x_float - x) xT`` in the Hessian's units; both and
-    the result in walk order. With strength 1 and no damping, W* times the inputs seen here is the
-    least-squares fit of the unquantized layer's output, so feedback from W* is exact greedy least squares for
-    ``|W X_float - W^ X|``.
+    weight: ``[in, out]``; cross: A ``[in, in]``, ``sum (x_float - x) xT`` in the Hessian's units; lower: the
+    damped Hessian's Cholesky factor; columns of all three in the same order. With strength 1 and no damping,
+    W* times the inputs seen here is the least-squares fit of the unquantized layer's output, so feedback from
+    W* is exact greedy least squares for ``|W X_float - W^ X|``.
     """
-    # Association decides the cost: per output for narrow stacks, per input pair for tall ones.
-    chain = [factor.upper.T, factor.upper, cross.T, weight]
-    return torch.addcmul(weight, torch.linalg.multi_dot(chain), torch.tensor(strength))
+    return weight + strength * torch.cholesky_solve(cross.T @ weight, lower.to(weight.dtype))
 
 
 def gptaq(weight: Tensor, cross: Tensor, factor: Factor, strength: float) -> tuple[Tensor, Tensor]:

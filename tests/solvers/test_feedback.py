@@ -7,7 +7,7 @@ from problems import brain_surgeon, correlated, greedy, nearest, relative_error,
 from quantkit.scheme import Scheme
 from quantkit.solvers.gptq import Solver
 from quantkit.stages import feedback
-from quantkit.stages.damping import descending, factorize
+from quantkit.stages.damping import cholesky, descending, factorize
 from quantkit.stages.grid import Grid, group_of, minmax, per_group, spans
 from quantkit.stages.upstream import gptaq, qep_target
 
@@ -84,7 +84,7 @@ def test_corrected_target_is_greedy_least_squares_for_the_float_output():
     w = weights(10, 16)
     seen = seen_of(x, x_float)
     factor = factorize(seen.hessian, 0.0)
-    target = qep_target(w.T.contiguous(), seen.cross, factor, 1.0)
+    target = qep_target(w.T.contiguous(), seen.cross, cholesky(seen.hessian, 0.0)[0], 1.0)
     grid = minmax(w.T, CHANNEL)
     got = walked(target.T, factor, CHANNEL, grid)
     want = greedy(x_float.double() @ w.double().T, x.double(), grid.scale[0].double(), CHANNEL)
