@@ -141,3 +141,22 @@ def _fill(
                 value = value.to(dtype) if value.is_floating_point() else value
                 table[leaf] = nn.Parameter(value, requires_grad=False) if table is owner._parameters else value
     return missing
+
+
+def load_config(source: Source, trust_remote_code: bool = False) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError) as e:
+        kind = source.config.get("model_type", "?")
+        raise UserError(f"the installed transformers cannot read this config (model_type {kind!r}): {e}") from e
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, ImportError) as e:
+        raise UserError(f"{folder} has no tokenizer that transformers can load: {e}") from e

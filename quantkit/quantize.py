@@ -18,6 +18,7 @@ import quantkit
 from quantkit import plugins
 from quantkit.checkpoint import FolderWriter, Source, file_hash, write_json
 from quantkit.errors import UserError, VerificationError
+from quantkit.load import load_config, load_tokenizer
 from quantkit.modelspec import ModelSpec, spec_for
 from quantkit.pipeline import Progress, Timings, run
 from quantkit.plan import Names, Plan, make_plan
@@ -64,16 +65,6 @@ def prepare(model: str, recipe: Recipe, trust_remote_code: bool = False) -> Job:
     return Job(model, source, spec, make_plan(source, spec, recipe), skeleton, trust_remote_code)
 
 
-def load_config(source: Source, trust_remote_code: bool = False) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError) as e:
-        kind = source.config.get("model_type", "?")
-        raise UserError(f"the installed transformers cannot read this config (model_type {kind!r}): {e}") from e
-
-
 def check_output(out: Path, overwrite: bool, need: int) -> None:
     """Refuse an existing folder, an unwritable place or a disk without room, before any work."""
     if out.exists() and not overwrite:
@@ -94,15 +85,6 @@ def check_output(out: Path, overwrite: bool, need: int) -> None:
             f"{parent} has {show_size(free)} free and this run needs {show_size(need)}; free some space or choose "
             "another disk with -o"
         )
-
-
-def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError) as e:
-        raise UserError(f"{folder} has no tokenizer that transformers can load: {e}") from e
 
 
 def calibration(job: Job):
@@ -201,6 +183,9 @@ def execute(
     if done := work.finished():
         tell(f"resuming: {done} blocks of an earlier run are finished")
     run(job.model, job.spec, job.source, plan, None if calib is None else calib.ids, work, progress, timings)
+    if plan.recipe.tune is not None and calib is not None:
+        with timings.stage("tune"):
+            _tune(job, work, calib.ids, tell)
     staging = out.with_name(out.name + ".staging")
     with timings.stage("write"):
         reports = assemble(job, work, staging, marks, audit)
@@ -211,6 +196,19 @@ def execute(
     staging.rename(out)
     work.clear()
     return Outcome(out, plan, reports, timings.seconds, audit)
+
+
+def _tune(job: Job, work: WorkFolder, ids: Tensor, tell: Callable[[str], None]) -> None:
+    from quantkit.tune import TuneOptions
+    from quantkit.tune_model import tune_work
+
+    assert job.plan.recipe.tune is not None
+    options = TuneOptions(seed=job.plan.recipe.calib.seed, **job.plan.recipe.tune.model_dump())
+    config = load_config(job.source, job.trust_remote_code)
+    report = tune_work(job.source, job.spec, config, work, ids, options, tell, job.trust_remote_code)
+    if report is not None:
+        said = "kept" if report.accepted else "not better on held-out windows: dropped"
+        tell(f"tuning: KL {report.before:.4f} -> {report.after:.4f} on held-out windows, {said}")
 
 
 def assemble(job: Job, work: WorkFolder, staging: Path, marks: Mapping[str, str], audit: dict | None) -> list[ModuleReport]:
@@ -249,12 +247,13 @@ def assemble(job: Job, work: WorkFolder, staging: Path, marks: Mapping[str, str]
         (staging / name).write_bytes(content)
     config = {**source.config, "quantization_config": plan.quantization_config}
     write_json(staging / "config.json", config)
-    write_json(staging / MANIFEST, manifest(job, marks, audit, reports, notes, staging))
+    write_json(staging / MANIFEST, manifest(job, marks, audit, reports, notes, work.tuned(), staging))
     return reports
 
 
 def manifest(
-    job: Job, marks: Mapping[str, str], audit: dict | None, reports: list[ModuleReport], notes: list[str], folder: Path
+    job: Job, marks: Mapping[str, str], audit: dict | None, reports: list[ModuleReport], notes: list[str],
+    tuning: dict | None, folder: Path,
 ) -> dict[str, Any]:
     """quantkit.json: enough to know and to repeat what was done. Holds no time and no path, so that the same run
     gives the same bytes."""
@@ -281,6 +280,7 @@ def manifest(
         "calibration": audit,
         "modules": [asdict(r) for r in reports],
         "notes": notes,
+        "tuning": tuning,
         "warnings": plan.warnings,
         "sha256": {f.name: file_hash(f) for f in weights},
     }

@@ -75,6 +75,16 @@ class RewriteSpec(_Strict):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
+class TuneSpec(_Strict):
+    """End-to-end tuning of scales and norms by KL to the original; see quantkit/tune.py."""
+
+    steps: int = Field(60, gt=0)
+    lr: float = Field(2e-3, gt=0)
+    batch: int = Field(1, gt=0)
+    held: int = Field(4, gt=0)
+    every: int = Field(10, gt=0)
+
+
 class ExportSpec(_Strict):
     format: str = "compressed-tensors"
     runtime: str | None = None
@@ -88,12 +98,13 @@ class Recipe(_Strict):
     calib: CalibSpec = CalibSpec()
     rewrites: tuple[RewriteSpec, ...] = ()
     rules: tuple[Rule, ...] = (Rule(),)
+    tune: TuneSpec | None = None
     export: ExportSpec = ExportSpec()
 
     @property
     def needs_data(self) -> bool:
         quantizing = [r for r in self.rules if r.weights is not None]
-        return bool(self.rewrites) or any(solver_needs(r) for r in quantizing)
+        return bool(self.rewrites) or self.tune is not None or any(solver_needs(r) for r in quantizing)
 
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
@@ -172,7 +183,7 @@ def _known_keys(loc: tuple) -> list[str]:
     for part in loc:
         if isinstance(part, str):
             children = {
-                "calib": CalibSpec, "rewrites": RewriteSpec, "rules": Rule, "export": ExportSpec, "weights": WeightFormat,
+                "calib": CalibSpec, "rewrites": RewriteSpec, "rules": Rule, "export": ExportSpec, "tune": TuneSpec, "weights": WeightFormat,
             }  # fmt: skip
             model = children.get(part, model)
     return list(model.model_fields)

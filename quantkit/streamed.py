@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint import Source
-from quantkit.load import format_of, quantized_modules, read_module
+from quantkit.load import format_of, load_config, quantized_modules, read_module
 from quantkit.modelspec import spec_for
 from quantkit.nn.qlinear import quantize_activations
 from quantkit.plan import Names
-from quantkit.quantize import load_config
 from quantkit.qweight import QuantWeight
 from quantkit.skeleton import (
     build_skeleton,

@@ -84,6 +84,21 @@ class WorkFolder:
         return n
 
     def commit(self, block: int, result: BlockResult) -> None:
+        self._write(self._file(block), result)
+
+    def commit_tuned(self, block: int, result: BlockResult) -> None:
+        """A tuned copy of a block; it counts only once :meth:`finish_tuning` was called."""
+        self._write(self.path / f"tuned-{block:05d}.safetensors", result)
+
+    def finish_tuning(self, report: dict[str, Any]) -> None:
+        write_json(self.path / "tuned.json", report)
+
+    def tuned(self) -> dict[str, Any] | None:
+        """The report of a tuning that was finished, or None."""
+        file = self.path / "tuned.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    def _write(self, file: Path, result: BlockResult) -> None:
         tensors: dict[str, Tensor] = dict(result.floats)
         schemes = {}
         for module, qw in result.weights.items():
@@ -99,10 +114,13 @@ class WorkFolder:
             "reports": json.dumps([dataclasses.asdict(r) for r in result.reports]),
             "notes": json.dumps(result.notes),
         }
-        write_file(self._file(block), tensors, metadata)
+        write_file(file, tensors, metadata)
 
     def load(self, block: int) -> BlockResult:
-        infos, metadata = read_header(self._file(block))
+        """A finished block, tuned if tuning was finished and accepted."""
+        tuned = self.path / f"tuned-{block:05d}.safetensors"
+        file = tuned if tuned.is_file() and (self.tuned() or {}).get("accepted") else self._file(block)
+        infos, metadata = read_header(file)
         weights = {}
         for module, d in json.loads(metadata["schemes"]).items():
             weights[module] = _weight(module, dict(d), infos)
@@ -115,7 +133,7 @@ class WorkFolder:
 
     def clear(self) -> None:
         """Delete the run. Only files that a run writes are touched."""
-        for pattern in ("block-*.safetensors", "*.tmp", "scratch-*.bin", "fingerprint.json"):
+        for pattern in ("block-*.safetensors", "tuned*", "*.tmp", "scratch-*.bin", "fingerprint.json"):
             for file in self.path.glob(pattern):
                 file.unlink()
         if not any(self.path.iterdir()):

@@ -17,9 +17,10 @@ FLOORS = [
     {"solvers", "rewrites", "kernels", "offgrid"},
     {"recipe", "nn", "formats"},
     {"plan", "walk", "workdir", "decode"},
-    {"pipeline", "load", "allocate"},
-    {"quantize"},
+    {"pipeline", "load", "allocate", "tune"},
     {"streamed"},
+    {"tune_model"},
+    {"quantize"},
     {"evals", "measure", "report", "bench_kernels"},
     {"commands", "cli"},
 ]

@@ -25,7 +25,7 @@ def command(out: Path, samples: int) -> None:
     from quantkit.default_model import default_model
     from quantkit.evals.corpus import windows as make_windows
     from quantkit.measure import measure_folder
-    from quantkit.quantize import load_tokenizer
+    from quantkit.load import load_tokenizer
 
     console = Console(stderr=True)
     console.print("[bold]1/3[/] the default model (fetched once, then cached)")
@@ -56,8 +56,7 @@ def command(out: Path, samples: int) -> None:
 
 
 def _sentence(folder: Path) -> str:
-    from quantkit.load import load
-    from quantkit.quantize import load_tokenizer
+    from quantkit.load import load, load_tokenizer
 
     tokenizer, model = load_tokenizer(folder), load(folder, "float32", dequantize=True)
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids

@@ -31,7 +31,7 @@ def command(
     from quantkit.evals import provenance
     from quantkit.evals.corpus import windows as make_windows
     from quantkit.measure import measure_folder
-    from quantkit.quantize import load_tokenizer
+    from quantkit.load import load_tokenizer
     from quantkit.resolve import resolve_model
 
     folder = resolve_model(model)
