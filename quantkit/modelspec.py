@@ -62,6 +62,8 @@ class ModelSpec:
     ] = ()  # block submodules or parameters that are never quantized (routers, experts)
     writers: tuple[str, ...] = ()  # linears (or expert parameters) whose outputs reach the residual stream
     post_norms: tuple[str, ...] = ()  # norms between a writer and the residual stream (gemma)
+    # block-relative parameter -> how checkpoints hold it: pieces joined row-wise, "{expert}" counts from 0
+    checkpoint: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gguf_arch: str | None = None
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # block-relative HF name -> gguf name
 

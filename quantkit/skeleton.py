@@ -8,7 +8,7 @@ different masks and rotary tables), so they are recorded from one cheap pass in 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -96,6 +96,41 @@ def materialize(
             owner._parameters[name] = nn.Parameter(new, requires_grad=False)
         else:
             owner._buffers[name] = new
+
+
+def checkpoint_reader(
+    spec: ModelSpec, read: Callable[[str], Tensor], present: Container[str]
+) -> Callable[[str], Tensor]:
+    """A ``tensors`` function for :func:`materialize` that also assembles what checkpoints hold in pieces.
+
+    The running model fuses a layer's experts into one parameter ``[experts, out, in]``, and may have renamed
+    modules, while checkpoints keep one tensor per expert (``spec.checkpoint``). ``read`` gives a tensor by
+    its checkpoint name, ``present`` knows which names exist. A name that cannot be assembled goes to ``read``,
+    which raises its own error.
+    """
+    prefix = f"{spec.blocks}."
+
+    def tensor(name: str) -> Tensor:
+        index, _, local = name.removeprefix(prefix).partition(".")
+        if name in present or not name.startswith(prefix) or local not in spec.checkpoint:
+            return read(name)
+        pieces = [f"{prefix}{index}.{piece}" for piece in spec.checkpoint[local]]
+        if "{expert}" not in pieces[0]:
+            return torch.cat([read(piece) for piece in pieces])
+        count = 0
+        while pieces[0].format(expert=count) in present:
+            count += 1
+        if count == 0:
+            return read(name)
+        out = torch.empty(0)
+        for expert in range(count):
+            one = torch.cat([read(piece.format(expert=expert)) for piece in pieces])
+            if expert == 0:
+                out = one.new_empty(count, *one.shape)
+            out[expert] = one
+        return out
+
+    return tensor
 
 
 def release(module: nn.Module) -> None:

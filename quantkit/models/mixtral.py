@@ -16,6 +16,14 @@ SPEC = replace(
     fused=LLAMA.fused[:1],
     unquantized=("mlp.gate", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     writers=("self_attn.o_proj", "mlp.experts.down_proj"),
+    checkpoint={
+        "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
+        "mlp.experts.gate_up_proj": (
+            "block_sparse_moe.experts.{expert}.w1.weight",
+            "block_sparse_moe.experts.{expert}.w3.weight",
+        ),
+        "mlp.experts.down_proj": ("block_sparse_moe.experts.{expert}.w2.weight",),
+    },
     gguf_names={
         **{name: gguf for name, gguf in LLAMA.gguf_names.items() if not name.startswith("mlp.")},
         "mlp.gate": "ffn_gate_inp",

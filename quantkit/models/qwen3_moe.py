@@ -19,6 +19,13 @@ SPEC = replace(
     ),
     unquantized=MIXTRAL.unquantized,
     writers=(*QWEN3.writers, "mlp.experts.down_proj"),
+    checkpoint={
+        "mlp.experts.gate_up_proj": (
+            "mlp.experts.{expert}.gate_proj.weight",
+            "mlp.experts.{expert}.up_proj.weight",
+        ),
+        "mlp.experts.down_proj": ("mlp.experts.{expert}.down_proj.weight",),
+    },
     gguf_arch="qwen3moe",
     gguf_names={**QWEN3.gguf_names, "mlp.gate": "ffn_gate_inp"},
 )

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
-from twins import TWINS, build, config, token_ids
+from twins import TWINS, build, config, save, token_ids
 
 from quantkit import skeleton
+from quantkit.checkpoint import Source
 from quantkit.errors import UserError
 from quantkit.modelspec import spec_for
 
 
-def walk(model, spec, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
+def walk(model, spec, tensors: Callable[[str], Tensor], ids: Tensor) -> Tensor:
     """Logits of a skeleton whose parts are loaded, run and released one after another."""
-    skeleton.materialize_embeddings(model, spec, weights.__getitem__)
+    skeleton.materialize_embeddings(model, spec, tensors)
     hidden, calls = skeleton.capture(model, spec, ids)
     for index, (block, call) in enumerate(zip(skeleton.decoder_blocks(model, spec), calls)):
-        skeleton.materialize(block, f"{spec.blocks}.{index}", weights.__getitem__)
+        skeleton.materialize(block, f"{spec.blocks}.{index}", tensors)
         hidden = skeleton.run_block(block, hidden, call)
         skeleton.release(block)
         assert all(p.is_meta for p in block.parameters())
     norm = model.get_submodule(spec.norm)
-    skeleton.materialize(norm, spec.norm, weights.__getitem__)
-    skeleton.materialize_head(model, spec, weights.__getitem__)
+    skeleton.materialize(norm, spec.norm, tensors)
+    skeleton.materialize_head(model, spec, tensors)
     return skeleton.run_head(model, spec, skeleton.run_tail(model, spec, hidden))
 
 
@@ -32,11 +35,25 @@ def test_walk_equals_the_full_forward_exactly(name):
     full = build(name)
     spec = spec_for(full.config, full)
     model = skeleton.build_skeleton(full.config)
-    weights = full.state_dict()
+    weights = full.state_dict().__getitem__
     for batch, length in ((1, 3), (3, 17), (2, 50)):  # 50 is beyond gemma's and mistral's windows
         ids = token_ids(batch, length)
         expected = full(input_ids=ids, use_cache=False).logits
         assert torch.equal(walk(model, spec, weights, ids), expected), (batch, length)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_walk_from_a_folder_that_holds_one_tensor_per_expert(name, tmp_path):
+    source = Source(save(name, tmp_path / name))
+    full = build(name)
+    spec = spec_for(full.config)
+    assert "model.layers.1.mlp.experts.gate_up_proj" not in source  # else this tests nothing
+    reader = skeleton.checkpoint_reader(spec, source.tensor, source)
+    ids = token_ids(2, 20)
+    logits = walk(skeleton.build_skeleton(full.config), spec, reader, ids)
+    assert torch.equal(logits, full(input_ids=ids, use_cache=False).logits)
+    with pytest.raises(UserError, match=r"no tensor 'model\.layers\.9\.mlp\.experts\.gate_up_proj'"):
+        reader("model.layers.9.mlp.experts.gate_up_proj")
 
 
 def test_reusing_the_first_blocks_arguments_is_wrong_for_gemma3():
@@ -55,7 +72,7 @@ def test_walk_applies_the_final_soft_cap():
     full = build("gemma3", final_logit_softcapping=2.0)
     spec = spec_for(full.config)
     ids = token_ids(1, 9)
-    logits = walk(skeleton.build_skeleton(full.config), spec, full.state_dict(), ids)
+    logits = walk(skeleton.build_skeleton(full.config), spec, full.state_dict().__getitem__, ids)
     assert logits.abs().max() <= 2.0
     assert torch.equal(logits, full(input_ids=ids, use_cache=False).logits)
 
