@@ -105,8 +105,8 @@ def checkpoint_reader(
 
     The running model fuses a layer's experts into one parameter ``[experts, out, in]``, and may have renamed
     modules, while checkpoints keep one tensor per expert (``spec.checkpoint``). ``read`` gives a tensor by
-    its checkpoint name, ``present`` knows which names exist. A name that cannot be assembled goes to ``read``,
-    which raises its own error.
+    its checkpoint name, ``present`` knows which names exist. A name that cannot be assembled goes to
+    ``read``, which raises its own error.
     """
     prefix = f"{spec.blocks}."
 
