@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from quantkit.kvscheme import KVScheme
 from quantkit.nn.quant_cache import QuantCache
@@ -100,9 +100,23 @@ def _peer(config: Any, **kwargs: Any) -> Any:
     return QuantizedCache(config=config, **kwargs)
 
 
+class SideBySide(Cache):
+    """Several caches of one sequence each, run as one batch, so that the model's weights are read once for all."""
+
+    def __init__(self, caches: list[Any]) -> None:
+        super().__init__(layers=caches[0].layers)
+        self.caches = caches
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        rows = [
+            cache.update(key_states[i : i + 1], value_states[i : i + 1], layer_idx) for i, cache in enumerate(self.caches)
+        ]
+        return torch.cat([keys for keys, _ in rows]), torch.cat([values for _, values in rows])
+
+
 @torch.no_grad()
 def compare(
-    model: Any, windows: list[Tensor], makers: dict[str, CacheMaker], start: int = 128, chunk: int = CHUNK
+    model: Any, windows: list[Tensor], makers: dict[str, CacheMaker], start: int, chunk: int = CHUNK
 ) -> dict[str, Score]:
     """Feed each window ``[tokens]`` through every cache and the full-precision one in lockstep.
 
@@ -111,18 +125,17 @@ def compare(
     """
     scores = {name: Score() for name in makers}
     for ids in windows:
-        reference = DynamicCache(config=model.config)
-        caches = {name: make(model.config) for name, make in makers.items()}
+        cache = SideBySide([DynamicCache(config=model.config), *(make(model.config) for make in makers.values())])
         for begin in range(0, len(ids) - 1, chunk):
             step = ids[None, begin : min(begin + chunk, len(ids) - 1)]
             keep = torch.arange(begin, begin + step.shape[1])
             scored = keep >= start
-            expected = model(step, cache=reference).logits[0]
-            for name, cache in caches.items():
-                got = model(step, cache=cache).logits[0]
-                if scored.any():
-                    place = (keep[scored] - start) / max(1, len(ids) - 1 - start)
-                    scores[name].add(expected[scored], got[scored], ids[keep[scored] + 1], place)
+            wanted = 0 if scored.any() else 1  # 0: all logits; the head of a small model costs as much as its body
+            logits = model(step.expand(len(makers) + 1, -1), cache=cache, logits_to_keep=wanted).logits
+            if scored.any():
+                place = (keep[scored] - start) / max(1, len(ids) - 1 - start)
+                for got, score in zip(logits[1:], scores.values()):
+                    score.add(logits[0][scored], got[scored], ids[keep[scored] + 1], place)
     return scores
 
 
@@ -240,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kv", action="append", required=True, help="a cache format; may be repeated")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--windows", type=int, default=2)
-    parser.add_argument("--start", type=int, default=128, help="first position that is scored")
+    parser.add_argument("--start", type=int, help="first position that is scored (default: half of the context)")
     parser.add_argument("--chunk", type=int, default=CHUNK)
     parser.add_argument(
         "--needle", action="store_true", help="also retrieval of a number hidden at five depths"
@@ -254,14 +267,14 @@ def main(argv: list[str] | None = None) -> int:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     windows = text_windows(tokenizer, args.text.read_text(encoding="utf-8"), args.context, args.windows)
     makers = {name: cache_maker(name) for name in args.kv}
-    scores = compare(model, windows, makers, args.start, args.chunk)
-    plain = measured_bytes(model.config, cache_maker("dynamic"), args.context)
+    scores = compare(model, windows, makers, args.context // 2 if args.start is None else args.start, args.chunk)
+    plain = measured_bytes(model.config, cache_maker("dynamic"), args.bytes_at)
     words = [Path(a).name if Path(a).exists() else a for a in (argv if argv is not None else sys.argv[1:])]
     command = shlex.join(["python", "-m", "quantkit.evals.decode_kv", *words])
     for name, score in scores.items():
         metrics = score.metrics()
-        held = measured_bytes(model.config, makers[name], args.context)
-        metrics |= {"bytes_per_token": held / args.context, "bytes_vs_bf16": held / plain}
+        held = measured_bytes(model.config, makers[name], args.bytes_at)
+        metrics |= {"bytes_per_token": held / args.bytes_at, "bytes_vs_bf16": held / plain, "bytes_at": args.bytes_at}
         if args.needle:
             depths = (0.1, 0.3, 0.5, 0.7, 0.9)
             metrics["needle"] = needle(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, contiguous_format
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from quantkit.errors import UserError
@@ -59,7 +59,7 @@ def _write_quantized(layer: QuantLayer, prefix: str, tensors: dict[str, Tensor])
         for kind, pair in (("sinks", sequence.sinks), ("tail", sequence.tail)):
             if pair is not None:
                 for side, t in zip("kv", pair):
-                    tensors[f"{prefix}{number}.{kind}.{side}"] = t.clone()  # forks share storage; a file cannot
+                    tensors[f"{prefix}{number}.{kind}.{side}"] = t.clone(memory_format=contiguous_format)  # forks share storage; a file cannot
     if order:
         for side, fields in zip("kv", layer.pool.read(list(order))):
             tensors |= {f"{prefix}pages.{side}.{name}": t for name, t in fields.items()}

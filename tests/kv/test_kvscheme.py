@@ -27,16 +27,16 @@ def test_overrides_apply_to_their_layer_only():
 
 
 def test_bytes_per_token_with_context_counts_window_and_sinks():
-    scheme = PRESETS["int4"]
+    scheme = PRESETS["int4"].with_(window=0)
     by_hand = 63 * scheme.page_bytes(2, 64) + (63 + 4) * 2 * 2 * 64 * 2  # 4095 = 63 pages + 63 loose, 4 sinks
     assert scheme.bytes_per_token(2, 64, context=4095) == pytest.approx(by_hand / 4095)
     assert scheme.bytes_per_token(2, 64) == scheme.page_bytes(2, 64) / 64
 
 
 def test_llama_8b_by_hand():
-    # a channel: 4 bits + (8 + 16) / 64; a token: 4 bits + (8 + 8) / 128; one 16-bit base per page and head each
-    bits = 4 + 24 / 64 + 4 + 16 / 128 + 2 * 16 / (64 * 128)
-    assert KVScheme.parse("int4").bytes_per_token(kv_heads=8, head_dim=128) == 8 * 128 * bits / 8 == 1088.5
+    # a channel: 4 bits + (8 + 16) / 64; a token: 4 bits + 8 / 128; one 16-bit base per page and head each
+    bits = 4 + 24 / 64 + 4 + 8 / 128 + 2 * 16 / (64 * 128)
+    assert KVScheme.parse("int4").bytes_per_token(kv_heads=8, head_dim=128) == 8 * 128 * bits / 8 == 1080.5
 
 
 @pytest.mark.parametrize(
