@@ -29,7 +29,7 @@ static void split_queries(const float* q, int rows, int dim, Queries& out) {
       const int d0 = g * kKeyGroup, d1 = d0 + kKeyGroup < dim ? d0 + kKeyGroup : dim;
       F peak = f_zero();
       for (int d = d0; d < d1; d += 16) peak = f_max(peak, f_abs(f_load(q + r * dim + d)));
-      const float s = f_hmax(peak) / 127.0f, inverse = s > 0.0f ? 1.0f / s : 0.0f;
+      const float s = f_hmax(peak) / 127.0f, inverse = s > 1e-37f ? 1.0f / s : 0.0f;
       F sum = f_zero(), fine_sum = f_zero();
       for (int d = d0; d < d1; d += 16) {
         const F v = f_mul(f_load(q + r * dim + d), f_set1(inverse));
@@ -233,7 +233,7 @@ static void append_int8(const KvHead& kv, int64_t position, const float* k, cons
     F peak = f_zero();
     for (int d = d0; d < d1; d += 16) peak = f_max(peak, f_abs(f_load(k + d)));
     const float s = f_hmax(peak) / 127.0f;
-    const F inverse = f_set1(s > 0.0f ? 1.0f / s : 0.0f);
+    const F inverse = f_set1(s > 1e-37f ? 1.0f / s : 0.0f);
     kv.k_scale[(block * groups + g) * 16 + lane] = s;
     for (int d = d0; d < d1; d += 16) {
       int8_t code[16];
@@ -244,7 +244,7 @@ static void append_int8(const KvHead& kv, int64_t position, const float* k, cons
   F peak = f_zero();
   for (int d = 0; d < dim; d += 16) peak = f_max(peak, f_abs(f_load(v + d)));
   const float s = f_hmax(peak) / 127.0f;
-  const F inverse = f_set1(s > 0.0f ? 1.0f / s : 0.0f);
+  const F inverse = f_set1(s > 1e-37f ? 1.0f / s : 0.0f);
   kv.v_scale[position] = s;
   int8_t* values = static_cast<int8_t*>(kv.v) + position * dim;
   for (int d = 0; d < dim; d += 16) f_to_s8(values + d, f_mul(f_load(v + d), inverse));

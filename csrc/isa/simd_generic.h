@@ -118,7 +118,8 @@ QK_INLINE I i_zero() {
   return r;
 }
 QK_INLINE I i_add(I a, I b) {
-  for (int i = 0; i < 16; i++) a.v[i] += b.v[i];
+  // wraps as the vector instructions do; only the bandwidth test adds arbitrary bytes
+  for (int i = 0; i < 16; i++) a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i]));
   return a;
 }
 QK_INLINE F i_to_f(I a) { QK_EACH(static_cast<float>(a.v[i])); }

@@ -17,9 +17,12 @@ QK_INLINE float largest(const float* x, int64_t n) {
   return f_hmax(m);
 }
 
+// 127 / peak, or 0 where that would overflow: such activations round to zero.
+QK_INLINE float steps_per_unit(float peak) { return peak > 1e-35f ? 127.0f / peak : 0.0f; }
+
 // One scale for n columns: q = round(x / scale), and the sum of q * scale.
 QK_INLINE void round_int8(const float* x, int64_t n, float peak, int8_t* q, float* scale, float* sum) {
-  const float inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
+  const float inverse = steps_per_unit(peak);
   const float step = peak / 127.0f;
   F total = f_zero();
   for (int64_t k = 0; k < n; k += 16) {
@@ -33,7 +36,7 @@ QK_INLINE void round_int8(const float* x, int64_t n, float peak, int8_t* q, floa
 
 // The same in two planes: x = scale * (q + fine / 254).
 QK_INLINE void round_int16(const float* x, int64_t n, float peak, int8_t* q, int8_t* fine, float* scale, float* sum) {
-  const float inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
+  const float inverse = steps_per_unit(peak);
   const float step = peak / 127.0f;
   F total = f_zero(), fine_total = f_zero();
   for (int64_t k = 0; k < n; k += 16) {
