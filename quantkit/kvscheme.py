@@ -120,7 +120,9 @@ class KVScheme:
         if self.window < 0 or self.window % 8:
             raise SchemeError(f"window {self.window} must be a multiple of 8")
         if self.window_dtype not in ("auto", "bfloat16", "float16", "float32"):
-            raise SchemeError(f"window dtype {self.window_dtype!r}: choose auto, bfloat16, float16 or float32")
+            raise SchemeError(
+                f"window dtype {self.window_dtype!r}: choose auto, bfloat16, float16 or float32"
+            )
 
     def keys_at(self, layer: int | None) -> Side:
         """Grid of the keys of a layer (None: where no override applies)."""
@@ -138,13 +140,17 @@ class KVScheme:
     def quantizes(self, layer: int | None = None) -> bool:
         return min(self._bits(layer)) < 16
 
-    def page_bytes(self, kv_heads: int, k_dim: int, v_dim: int | None = None, layer: int | None = None) -> float:
+    def page_bytes(
+        self, kv_heads: int, k_dim: int, v_dim: int | None = None, layer: int | None = None
+    ) -> float:
         """Bytes of one full page of one layer."""
         keys, values = self.keys_at(layer), self.values_at(layer)
         bits = keys.page_bits(self.page, k_dim) + values.page_bits(self.page, v_dim or k_dim)
         return kv_heads * bits / 8
 
-    def bytes_per_token(self, kv_heads: int, head_dim: int, context: int | None = None, layer: int | None = None) -> float:
+    def bytes_per_token(
+        self, kv_heads: int, head_dim: int, context: int | None = None, layer: int | None = None
+    ) -> float:
         """Bytes of one token in one layer; with ``context``, sinks and the unquantized window included.
 
         Without ``context`` this is the cost in a full page, the limit for long contexts.
@@ -184,13 +190,15 @@ class KVScheme:
         k, v = ("sym" if symmetric else "asym" for symmetric in (self.k_symmetric, self.v_symmetric))
         name = f"K{self.k_bits} {self.k_layout} {k} / V{self.v_bits} {self.v_layout} {v}"
         extra = f", {len(self.overrides)} layers differ" if self.overrides else ""
-        return f"{name}, page {self.page}, window {self.window}, sinks {self.sinks}, {self.meta} scales{extra}"
+        return (
+            f"{name}, page {self.page}, window {self.window}, sinks {self.sinks}, {self.meta} scales{extra}"
+        )
 
 
-# Measured best per byte (results/kv.jsonl): rotated values are as good symmetric as asymmetric, and the eight bits
-# per token saved pay for a window of 32 tokens, which more than halves the divergence.
-_ROTATED_V: dict[str, Any] = dict(v_layout="hadamard", v_symmetric=True, search=True, window=32)
-_TOKEN: dict[str, Any] = dict(k_layout="token", v_layout="token", meta="float16", sinks=0)
+# Measured best per byte (results/kv.jsonl): rotated values are as good symmetric as asymmetric, and the eight
+# bits per token saved pay for a window of 32 tokens, which more than halves the divergence.
+_ROTATED_V: dict[str, Any] = {"v_layout": "hadamard", "v_symmetric": True, "search": True, "window": 32}
+_TOKEN: dict[str, Any] = {"k_layout": "token", "v_layout": "token", "meta": "float16", "sinks": 0}
 PRESETS: dict[str, KVScheme] = {
     "none": KVScheme(16, 16),
     "int8": KVScheme(8, 8, window=32),

@@ -1,8 +1,11 @@
 """What a quantized KV cache costs, measured in decode mode.
 
-A text is fed through the cache in chunks of 32, next to the full-precision cache fed alike. For quantkit's caches
-whose page and window are multiples of the chunk this equals feeding token by token (tests/kv shows it): a query sees
-a page packed exactly when the page was due before the query's own step. transformers' QuantizedCache flushes each
+A text is fed through the cache in chunks of 32, next to the full-precision cache fed alike. For quantkit's
+caches
+whose page and window are multiples of the chunk this equals feeding token by token (tests/kv shows it): a
+query sees
+a page packed exactly when the page was due before the query's own step. transformers' QuantizedCache
+flushes each
 128 tokens, a multiple of the chunk, so the same holds for it after its first chunk.
 
     python -m quantkit.evals.decode_kv MODEL --text BOOK.txt --kv int4 --kv int8 --context 2048 --windows 2
@@ -50,7 +53,8 @@ class Score:
     quarters: list[list[float]] = field(default_factory=lambda: [[0.0, 0.0] for _ in range(4)])
 
     def add(self, reference: Tensor, logits: Tensor, targets: Tensor, place: Tensor) -> None:
-        """reference, logits: ``[tokens, vocab]``; targets: ``[tokens]``; place in [0, 1): where in the text."""
+        """reference, logits: ``[tokens, vocab]``; targets: ``[tokens]``; place in [0, 1): where in the
+        text."""
         ref, new = reference.float().log_softmax(-1), logits.float().log_softmax(-1)
         kl = (ref.exp() * (ref - new)).sum(-1)
         self.tokens += kl.numel()
@@ -79,7 +83,8 @@ class Score:
 def cache_maker(name: str) -> CacheMaker:
     """A cache by name: a quantkit format (:meth:`KVScheme.parse`), ``"dynamic"``, or a peer.
 
-    Peers are transformers' own QuantizedCache: ``"peer-quanto4"``, ``"peer-hqq4"``, ``"peer-hqq8"``, ``"peer-fp8"``
+    Peers are transformers' own QuantizedCache: ``"peer-quanto4"``, ``"peer-hqq4"``, ``"peer-hqq8"``,
+    ``"peer-fp8"``
     and so on (group 64, residual 128, their defaults); hqq needs axis 1 as its documentation demands.
     """
     if name == "dynamic":
@@ -101,15 +106,19 @@ def _peer(config: Any, **kwargs: Any) -> Any:
 
 
 class SideBySide(Cache):
-    """Several caches of one sequence each, run as one batch, so that the model's weights are read once for all."""
+    """Several caches of one sequence each, run as one batch, so that the model's weights are read once for
+    all."""
 
     def __init__(self, caches: list[Any]) -> None:
         super().__init__(layers=caches[0].layers)
         self.caches = caches
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         rows = [
-            cache.update(key_states[i : i + 1], value_states[i : i + 1], layer_idx) for i, cache in enumerate(self.caches)
+            cache.update(key_states[i : i + 1], value_states[i : i + 1], layer_idx)
+            for i, cache in enumerate(self.caches)
         ]
         return torch.cat([keys for keys, _ in rows]), torch.cat([values for _, values in rows])
 
@@ -120,17 +129,22 @@ def compare(
 ) -> dict[str, Score]:
     """Feed each window ``[tokens]`` through every cache and the full-precision one in lockstep.
 
-    start: first position whose prediction is scored. chunk: tokens a step; where page and window of a format are
+    start: first position whose prediction is scored. chunk: tokens a step; where page and window of a
+    format are
     multiples of it, the result is that of true decoding (chunk 1).
     """
     scores = {name: Score() for name in makers}
     for ids in windows:
-        cache = SideBySide([DynamicCache(config=model.config), *(make(model.config) for make in makers.values())])
+        cache = SideBySide(
+            [DynamicCache(config=model.config), *(make(model.config) for make in makers.values())]
+        )
         for begin in range(0, len(ids) - 1, chunk):
             step = ids[None, begin : min(begin + chunk, len(ids) - 1)]
             keep = torch.arange(begin, begin + step.shape[1])
             scored = keep >= start
-            wanted = 0 if scored.any() else 1  # 0: all logits; the head of a small model costs as much as its body
+            wanted = (
+                0 if scored.any() else 1
+            )  # 0: all logits; the head of a small model costs as much as its body
             logits = model(step.expand(len(makers) + 1, -1), cache=cache, logits_to_keep=wanted).logits
             if scored.any():
                 place = (keep[scored] - start) / max(1, len(ids) - 1 - start)
@@ -141,7 +155,8 @@ def compare(
 
 @torch.no_grad()
 def measured_bytes(config: Any, make: CacheMaker, context: int, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Bytes that a cache holds after ``context`` tokens of random states of ``dtype``, batch 1, decoded in chunks.
+    """Bytes that a cache holds after ``context`` tokens of random states of ``dtype``, batch 1, decoded in
+    chunks.
 
     Counted on the storage of its tensors, free slots and window included.
     """
@@ -165,7 +180,8 @@ def measured_bytes(config: Any, make: CacheMaker, context: int, dtype: torch.dty
 
 
 def _tensors_in(value: Any, depth: int = 4) -> list[Tensor]:
-    """All plain tensors inside containers and tensor subclasses (quanto keeps codes and scales as attributes)."""
+    """All plain tensors inside containers and tensor subclasses (quanto keeps codes and scales as
+    attributes)."""
     if type(value) is Tensor:
         return [value]
     if not depth:
@@ -186,7 +202,8 @@ def needle(
 ) -> float:
     """Share of digits recalled, of a five-digit number hidden at each depth of ``haystack [tokens]``.
 
-    The number is asked for by repeating its sentence up to the number, and each digit is scored given the true
+    The number is asked for by repeating its sentence up to the number, and each digit is scored given the
+    true
     ones before it, so a small base model can take part. Compare with the same measure on ``"dynamic"``.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -211,7 +228,8 @@ def needle(
 
 
 def text_windows(tokenizer: Any, text: str, length: int, count: int) -> list[Tensor]:
-    """``count`` windows of ``length`` tokens, spread evenly over the middle 90 % of the text; a BOS token in front
+    """``count`` windows of ``length`` tokens, spread evenly over the middle 90 % of the text; a BOS token
+    in front
     where the tokenizer puts one. Raises ValueError when the text is too short."""
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
     with_special = tokenizer("a").input_ids
@@ -253,11 +271,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kv", action="append", required=True, help="a cache format; may be repeated")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--windows", type=int, default=2)
-    parser.add_argument("--start", type=int, help="first position that is scored (default: half of the context)")
+    parser.add_argument(
+        "--start", type=int, help="first position that is scored (default: half of the context)"
+    )
     parser.add_argument("--chunk", type=int, default=CHUNK)
     parser.add_argument(
         "--needle", action="store_true", help="also retrieval of a number hidden at five depths"
     )
+    parser.add_argument("--bytes-at", type=int, default=4096, help="context at which bytes are measured")
     parser.add_argument("--out", type=Path, help="append rows to this JSON-lines file")
     args = parser.parse_args(argv)
 
@@ -267,26 +288,31 @@ def main(argv: list[str] | None = None) -> int:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     windows = text_windows(tokenizer, args.text.read_text(encoding="utf-8"), args.context, args.windows)
     makers = {name: cache_maker(name) for name in args.kv}
-    scores = compare(model, windows, makers, args.context // 2 if args.start is None else args.start, args.chunk)
+    scores = compare(
+        model, windows, makers, args.context // 2 if args.start is None else args.start, args.chunk
+    )
     plain = measured_bytes(model.config, cache_maker("dynamic"), args.bytes_at)
     words = [Path(a).name if Path(a).exists() else a for a in (argv if argv is not None else sys.argv[1:])]
     command = shlex.join(["python", "-m", "quantkit.evals.decode_kv", *words])
     for name, score in scores.items():
         metrics = score.metrics()
         held = measured_bytes(model.config, makers[name], args.bytes_at)
-        metrics |= {"bytes_per_token": held / args.bytes_at, "bytes_vs_bf16": held / plain, "bytes_at": args.bytes_at}
+        metrics |= {
+            "bytes_per_token": held / args.bytes_at,
+            "bytes_vs_bf16": held / plain,
+            "bytes_at": args.bytes_at,
+        }
         if args.needle:
             depths = (0.1, 0.3, 0.5, 0.7, 0.9)
             metrics["needle"] = needle(
                 model, tokenizer, makers[name], windows[0][: args.context - 64], depths
             )
-        print(
-            f"{name:>32}  KL {metrics['kl']:.6f}  ppl {metrics['perplexity']:.3f} ({metrics['reference_perplexity']:.3f})  "
-            f"top1 {metrics['top1_agreement']:.4f}  bytes {metrics['bytes_vs_bf16']:.4f} x bf16  "
-            f"quarters {metrics['kl_by_quarter']}"
-            + (f"  needle {metrics['needle']:.2f}" if args.needle else ""),
-            flush=True,
-        )
+        shown = [f"{name:>32}  KL {metrics['kl']:.6f}", f"top1 {metrics['top1_agreement']:.4f}"]
+        shown.append(f"ppl {metrics['perplexity']:.3f} ({metrics['reference_perplexity']:.3f})")
+        shown.append(f"bytes {metrics['bytes_vs_bf16']:.4f} x bf16  quarters {metrics['kl_by_quarter']}")
+        if args.needle:
+            shown.append(f"needle {metrics['needle']:.2f}")
+        print("  ".join(shown), flush=True)
         if args.out:
             with args.out.open("a", encoding="utf-8") as out:
                 for row in rows(Path(args.model).name, name, args.context, metrics, command):

@@ -21,7 +21,9 @@ def hadamard(size: int) -> Tensor:
     Raises SchemeError when ``size`` is no power of two.
     """
     if size < 1 or size & (size - 1):
-        raise SchemeError(f"the hadamard layout needs a head size that is a power of two, not {size}; use 'token'")
+        raise SchemeError(
+            f"the hadamard layout needs a head size that is a power of two, not {size}; use 'token'"
+        )
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)

@@ -1,7 +1,9 @@
 """Pages of quantized keys or values: the grid, the packing, and nothing else.
 
-A page holds ``tokens`` tokens of one sequence for all kv heads of a layer. Everything here works on a batch of
-pages: float ``[pages, heads, tokens, head_dim]`` in, a dict of small tensors out. The codes are packed in planes,
+A page holds ``tokens`` tokens of one sequence for all kv heads of a layer. Everything here works on a
+batch of
+pages: float ``[pages, heads, tokens, head_dim]`` in, a dict of small tensors out. The codes are packed in
+planes,
 so that unpacking is a shift and a mask over contiguous bytes::
 
     4 bits, 64 tokens, "channel":  byte [t, d] = code[t, d] | code[t + 32, d] << 4          uint8 [32, D]
@@ -31,7 +33,9 @@ def pack_planes(codes: Tensor, bits: int, dim: int) -> Tensor:
     """uint8 codes -> bytes, ``8 // bits`` codes each; the length of ``dim`` shrinks by that factor."""
     planes = 8 // bits
     if codes.shape[dim] % planes:
-        raise SchemeError(f"{codes.shape[dim]} codes along an axis do not fill bytes of {planes} codes of {bits} bits")
+        raise SchemeError(
+            f"{codes.shape[dim]} codes along an axis do not fill bytes of {planes} codes of {bits} bits"
+        )
     out = torch.zeros_like(codes.chunk(planes, dim)[0])
     for index, plane in enumerate(codes.chunk(planes, dim)):
         out |= plane << (bits * index)
@@ -57,7 +61,9 @@ def encode(states: Tensor, side: Side) -> Fields:
         return {"raw": states.contiguous()}
     x = states.float()
     if not bool(torch.isfinite(x).all()):
-        raise ValueError(f"{int((~torch.isfinite(x)).sum())} non-finite values; the model produced them, not the cache")
+        raise ValueError(
+            f"{int((~torch.isfinite(x)).sum())} non-finite values; the model produced them, not the cache"
+        )
     if side.rotated:
         x = x @ hadamard(x.shape[-1])
     axis = -2 if side.layout == "channel" else -1
@@ -82,7 +88,9 @@ def encode(states: Tensor, side: Side) -> Fields:
             continue
         for name, value in fields.items():
             if name != "base":
-                best[name] = torch.where(better.unsqueeze(axis) if name == "codes" else better, value, best[name])
+                best[name] = torch.where(
+                    better.unsqueeze(axis) if name == "codes" else better, value, best[name]
+                )
     assert best is not None
     best["codes"] = pack_planes(best["codes"], side.bits, axis)
     return best
@@ -100,7 +108,8 @@ def _base(low: Tensor, high: Tensor, side: Side) -> Tensor | None:
 
 
 def _round_grid(low: Tensor, high: Tensor, shrink: float, base: Tensor | None, side: Side) -> Fields:
-    """Stored scale and low of one group each, rounded; the codes are chosen afterwards, for what is stored."""
+    """Stored scale and low of one group each, rounded; the codes are chosen afterwards, for what is
+    stored."""
     if side.symmetric:
         # codes run from -2**(bits-1) to 2**(bits-1) - 1 around the midpoint: the positive side is the shorter
         span = torch.maximum(-low, high) * shrink * side.max_code / (2 ** (side.bits - 1) - 1)

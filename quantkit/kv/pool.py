@@ -8,13 +8,16 @@ from torch import Tensor
 from quantkit.kv.pages import Fields, encode
 from quantkit.kvscheme import Side
 
-GROWTH = 32  # the pool grows by this fraction of itself, at least by one page: free slots count as memory held
+GROWTH = (
+    32  # the pool grows by this fraction of itself, at least by one page: free slots count as memory held
+)
 
 
 class PagePool:
     """Storage for pages of one geometry. A page is a slot number; its content never changes while it is held.
 
-    Every holder of a page counts once: :meth:`add` returns pages held once, :meth:`retain` and :meth:`release`
+    Every holder of a page counts once: :meth:`add` returns pages held once, :meth:`retain` and
+    :meth:`release`
     add and drop holders, and a page without holders is reused. Not thread-safe.
 
     keys, values: the two grids.
@@ -61,8 +64,10 @@ class PagePool:
         for name, value in fields.items():
             store = self._store[name]
             if store.shape[1:] != value.shape[1:] or store.dtype != value.dtype:
-                raise ValueError(f"page field {name}: {tuple(value.shape[1:])} {value.dtype} does not fit the pool's "
-                                 f"{tuple(store.shape[1:])} {store.dtype}")
+                raise ValueError(
+                    f"page field {name}: {tuple(value.shape[1:])} {value.dtype} does not fit the pool's "
+                    f"{tuple(store.shape[1:])} {store.dtype}"
+                )
             store[index.to(store.device)] = value
         for slot in slots:
             self.holders[slot] = 1
@@ -95,7 +100,9 @@ class PagePool:
     def _check(self, slots: list[int]) -> None:
         for slot in slots:
             if not self.holders[slot]:
-                raise RuntimeError(f"page {slot} is not held by anybody; a sequence used it after releasing it")
+                raise RuntimeError(
+                    f"page {slot} is not held by anybody; a sequence used it after releasing it"
+                )
 
     def read(self, slots: list[int]) -> tuple[Fields, Fields]:
         """Packed (key fields, value fields) of these pages, copied in that order; nothing is dequantized."""

@@ -23,7 +23,8 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What attention reads at one step; tokens in the order sinks, pages, tail. Tensors ``[heads, tokens, dim]``.
+    """What attention reads at one step; tokens in the order sinks, pages, tail. Tensors ``[heads, tokens,
+    dim]``.
 
     Valid until the next update of its layer: the pool may reuse the slots afterwards.
     """
@@ -49,7 +50,9 @@ class View:
                 size = x.shape[2]
                 if all(page.count == size for page in self.pages):
                     whole = x.transpose(0, 1).reshape(x.shape[1], -1, x.shape[3])
-                    parts.append(whole[:, self.pages[0].skip :])  # only the first page of a sequence has filler
+                    parts.append(
+                        whole[:, self.pages[0].skip :]
+                    )  # only the first page of a sequence has filler
                 else:
                     parts += [x[i, :, page.skip : page.count] for i, page in enumerate(self.pages)]
             parts.append(self.tail[which].to(dtype))
@@ -100,7 +103,8 @@ class Sequence:
             heads, _, dim = t.shape
             pages = t[:, : count * self.page].reshape(heads, count, self.page, dim).transpose(0, 1)
             if skip:
-                # sinks are often the largest keys of all: a filler that equals a neighbour leaves the scales alone
+                # sinks are often the largest keys of all: a filler that equals a neighbour leaves the
+                # scales alone
                 sinks.append(t[:, :skip].clone())
                 pages = pages.clone()
                 pages[0, :, :skip] = pages[0, :, skip : skip + 1]

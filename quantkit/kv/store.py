@@ -1,6 +1,7 @@
 """Save the cache of a prompt to one safetensors file and load it again: the codes, not dequantized states.
 
-Pages that sequences share are written once and shared again after loading. A loaded cache continues exactly as the
+Pages that sequences share are written once and shared again after loading. A loaded cache continues
+exactly as the
 saved one would have.
 """
 
@@ -32,6 +33,7 @@ def save(cache: QuantCache, path: str | Path) -> None:
 
     tensors: dict[str, Tensor] = {}
     layers: list[dict[str, Any]] = []
+    layer: Any
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, QuantLayer):
             layers.append(_write_quantized(layer, f"{index}.", tensors))
@@ -41,11 +43,17 @@ def save(cache: QuantCache, path: str | Path) -> None:
                 tensors[f"{index}.keys"] = layer.keys.contiguous()
                 tensors[f"{index}.values"] = layer.values.contiguous()
         else:
-            raise UserError(f"layer {index} is a {type(layer).__name__}; saving its state is not supported. "
-                            "Process the prompt again instead of loading it.")
+            raise UserError(
+                f"layer {index} is a {type(layer).__name__}; saving its state is not supported. "
+                "Process the prompt again instead of loading it."
+            )
     note = {
-        "format": FORMAT, "scheme": asdict(cache.scheme), "padding": cache.padding, "layers": layers,
-        "layer_types": cache.layer_types, "kv_heads": getattr(cache.config, "num_key_value_heads", None),
+        "format": FORMAT,
+        "scheme": asdict(cache.scheme),
+        "padding": cache.padding,
+        "layers": layers,
+        "layer_types": cache.layer_types,
+        "kv_heads": getattr(cache.config, "num_key_value_heads", None),
     }
     save_file(tensors, str(path), metadata={"quantkit": json.dumps(note)})
 
@@ -59,7 +67,9 @@ def _write_quantized(layer: QuantLayer, prefix: str, tensors: dict[str, Tensor])
         for kind, pair in (("sinks", sequence.sinks), ("tail", sequence.tail)):
             if pair is not None:
                 for side, t in zip("kv", pair):
-                    tensors[f"{prefix}{number}.{kind}.{side}"] = t.clone(memory_format=contiguous_format)  # forks share storage; a file cannot
+                    tensors[f"{prefix}{number}.{kind}.{side}"] = t.clone(
+                        memory_format=contiguous_format
+                    )  # forks share storage; a file cannot
     if order:
         for side, fields in zip("kv", layer.pool.read(list(order))):
             tensors |= {f"{prefix}pages.{side}.{name}": t for name, t in fields.items()}
@@ -79,7 +89,7 @@ def load(path: str | Path, config: Any) -> QuantCache:
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata = (file.metadata() or {}).get("quantkit")
-            tensors = {name: file.get_tensor(name) for name in file.keys()} if metadata else {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if metadata else {}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read as a saved cache: {error}") from error
     note = json.loads(metadata) if metadata else {}
@@ -91,8 +101,11 @@ def load(path: str | Path, config: Any) -> QuantCache:
     found = (note["layer_types"], note["kv_heads"])
     want = (cache.layer_types, getattr(cache.config, "num_key_value_heads", None))
     if found != want:
-        raise UserError(f"{path} belongs to a model with {len(found[0])} layers and {found[1]} kv heads; "
-                        f"this one has {len(want[0])} and {want[1]}, or other layer types")
+        raise UserError(
+            f"{path} belongs to a model with {len(found[0])} layers and {found[1]} kv heads; "
+            f"this one has {len(want[0])} and {want[1]}, or other layer types"
+        )
+    layer: Any
     for index, (layer, state) in enumerate(zip(cache.layers, note["layers"])):
         if isinstance(layer, QuantLayer):
             if "dtype" in state:
@@ -107,7 +120,9 @@ def load(path: str | Path, config: Any) -> QuantCache:
     return cache
 
 
-def _read_quantized(layer: QuantLayer, prefix: str, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _read_quantized(
+    layer: QuantLayer, prefix: str, state: dict[str, Any], tensors: dict[str, Tensor]
+) -> None:
     pages = f"{prefix}pages."
     fields = {name[len(pages) :]: t for name, t in tensors.items() if name.startswith(pages)}
     slots = layer.pool.insert(fields) if fields else []

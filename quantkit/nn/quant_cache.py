@@ -4,8 +4,10 @@
     model.generate(**inputs, cache=cache)
     print(cache.report())
 
-A token is attended to unquantized until the step after its page filled: the update that completes a page returns
-it as it was and packs it then. So a prompt attends to itself exactly, and decoding token by token equals decoding
+A token is attended to unquantized until the step after its page filled: the update that completes a page
+returns
+it as it was and packs it then. So a prompt attends to itself exactly, and decoding token by token equals
+decoding
 in chunks that end where pages end.
 """
 
@@ -84,22 +86,30 @@ class QuantLayer(CacheLayerMixin):
         if self.given_pads is not None:
             repeats, rest = divmod(batch, len(self.given_pads))
             if rest or not repeats:
-                raise ValueError(f"padding was given for {len(self.given_pads)} sequences, but the batch has {batch}")
+                raise ValueError(
+                    f"padding was given for {len(self.given_pads)} sequences, but the batch has {batch}"
+                )
             self.pads = tuple(pad for pad in self.given_pads for _ in range(repeats))  # beams are neighbours
             if max(self.pads) >= key_states.shape[-2]:
-                raise ValueError(f"padding of {max(self.pads)} tokens, but the first states hold {key_states.shape[-2]}")
+                raise ValueError(
+                    f"padding of {max(self.pads)} tokens, but the first states hold {key_states.shape[-2]}"
+                )
         self.sequences = [self.new_sequence() for _ in range(batch)]
         self.device, self.dtype = key_states.device, key_states.dtype
         self.is_initialized = True
 
     def new_sequence(self) -> Sequence:
-        """An empty sequence of this layer's format. A sliding window forgets its first tokens, so it has no sinks."""
+        """An empty sequence of this layer's format. A sliding window forgets its first tokens, so it has
+        no sinks."""
         dtype = None if self.scheme.window_dtype == "auto" else getattr(torch, self.scheme.window_dtype)
         sinks = 0 if self.is_sliding else self.scheme.sinks
         return Sequence(self.pool, self.scheme.page, self.scheme.window, sinks, dtype)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append ``[batch, kv_heads, tokens, dim]``; return all visible keys and values, dequantized or as handles."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append ``[batch, kv_heads, tokens, dim]``; return all visible keys and values, dequantized or as
+        handles."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         visible, offset = self.get_mask_sizes(key_states.shape[-2])
@@ -158,12 +168,16 @@ class QuantLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``-tokens_to_remove`` tokens, as transformers calls it: zero or negative.
 
-        A page that is cut keeps its codes; nothing is quantized again. Raises ValueError for a positive number,
-        and when more tokens shall go than there are; RuntimeError when a sliding window has dropped tokens that
+        A page that is cut keeps its codes; nothing is quantized again. Raises ValueError for a positive
+        number,
+        and when more tokens shall go than there are; RuntimeError when a sliding window has dropped tokens
+        that
         would come back into sight.
         """
         if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
+            raise ValueError(
+                f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number"
+            )
         if not self.is_initialized:
             return
         remove = -tokens_to_remove
@@ -174,8 +188,10 @@ class QuantLayer(CacheLayerMixin):
             if self.sliding_window is not None:
                 needed = min(remaining - self.pads[row], self.sliding_window - 1)
                 if sequence.held - remove < needed:
-                    raise RuntimeError("the sliding window has already dropped tokens that crop would bring back; call "
-                                       "activate_past_recording before the steps to be undone")
+                    raise RuntimeError(
+                        "the sliding window has already dropped tokens that crop would bring back; call "
+                        "activate_past_recording before the steps to be undone"
+                    )
         for sequence in self.sequences:
             sequence.crop(remove)
         self.cumulative_length = remaining
@@ -215,9 +231,15 @@ class QuantLayer(CacheLayerMixin):
 
     def fork(self) -> QuantLayer:
         """A layer with the same content that shares all pages."""
-        twin = QuantLayer(self.scheme, self.index, self.pool, self.sliding_window, self.given_pads, self.fused)
+        twin = QuantLayer(
+            self.scheme, self.index, self.pool, self.sliding_window, self.given_pads, self.fused
+        )
         twin.sequences = [sequence.fork() for sequence in self.sequences]
-        twin.pads, twin.cumulative_length, twin.record_past = self.pads, self.cumulative_length, self.record_past
+        twin.pads, twin.cumulative_length, twin.record_past = (
+            self.pads,
+            self.cumulative_length,
+            self.record_past,
+        )
         twin.is_initialized = self.is_initialized
         if self.is_initialized:
             twin.device, twin.dtype = self.device, self.dtype
@@ -235,7 +257,8 @@ class QuantCache(Cache):
     """A quantized cache for any decoder that transformers gives a DynamicCache.
 
     config: the model's config; scheme: a KVScheme, or its text (``"int4"``, ``"int8,window=64"``).
-    padding: left-padding tokens per sequence, int ``[batch]`` (``(attention_mask == 0).sum(1)``). Optional: without
+    padding: left-padding tokens per sequence, int ``[batch]`` (``(attention_mask == 0).sum(1)``).
+    Optional: without
         it padding is stored like any token, and the sinks of a padded sequence are padding.
 
     Full-attention layers are quantized; sliding-window layers whose window is longer than
@@ -243,7 +266,12 @@ class QuantCache(Cache):
     Attention reads packed pages directly if the model was loaded with ``attn_implementation="quantkit_kv"``.
     """
 
-    def __init__(self, config: Any, scheme: KVScheme | str = "int8", padding: Tensor | list[int] | None = None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        scheme: KVScheme | str = "int8",
+        padding: Tensor | list[int] | tuple[int, ...] | None = None,
+    ) -> None:
         self.scheme = KVScheme.parse(scheme) if isinstance(scheme, str) else scheme
         self.config = config.get_text_config(decoder=True)
         pads = None if padding is None else tuple(int(p) for p in padding)
@@ -252,7 +280,9 @@ class QuantCache(Cache):
         self.layer_types = list(types)
         for layer, *_ in self.scheme.overrides:
             if not 0 <= layer < len(types):
-                raise ValueError(f"the cache format overrides layer {layer}, but the model has {len(types)} layers")
+                raise ValueError(
+                    f"the cache format overrides layer {layer}, but the model has {len(types)} layers"
+                )
         layers: list[Any] = []
         self._notes: list[LayerNote] = []
         for index, (kind, kw) in enumerate(zip(types, kwargs)):
@@ -261,7 +291,9 @@ class QuantCache(Cache):
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kw))
                 self._notes.append(LayerNote(index, kind, "as the model computes it", reason))
             else:
-                layers.append(QuantLayer(self.scheme, index, None, kw.get("sliding_window"), pads, self._fused))
+                layers.append(
+                    QuantLayer(self.scheme, index, None, kw.get("sliding_window"), pads, self._fused)
+                )
                 k, v = self.scheme.keys_at(index), self.scheme.values_at(index)
                 self._notes.append(LayerNote(index, kind, f"K{k.bits} {k.layout}, V{v.bits} {v.layout}"))
         super().__init__(layers=layers)
@@ -301,7 +333,8 @@ class QuantCache(Cache):
         return self.fork()
 
     def nbytes(self) -> int:
-        """Bytes of all tensors held, measured on their storage: pages (free slots included), window, sinks."""
+        """Bytes of all tensors held, measured on their storage: pages (free slots included), window,
+        sinks."""
         seen: dict[int, int] = {}
         for layer in self.layers:
             for t in layer.tensors() if isinstance(layer, QuantLayer) else _plain_tensors(layer):
@@ -332,8 +365,11 @@ def _plain_tensors(layer: Any) -> Iterator[Tensor]:
 
 
 def _copy_plain(layer: Any) -> Any:
-    """A copy of a transformers layer; its tensors may be shared, since dynamic layers never change in place."""
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and not getattr(layer, "is_croppable", False):
+    """A copy of a transformers layer; its tensors may be shared, since dynamic layers never change in
+    place."""
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and not getattr(
+        layer, "is_croppable", False
+    ):
         raise NotImplementedError(f"fork: {type(layer).__name__} holds state that cannot be shared")
     twin = object.__new__(type(layer))
     twin.__dict__.update(layer.__dict__)

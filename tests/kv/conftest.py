@@ -44,7 +44,9 @@ def ids():
 @torch.no_grad()
 def feed(model, ids, cache, chunk):
     """Logits of ``ids`` fed in chunks."""
-    return torch.cat([model(ids[:, i : i + chunk], cache=cache).logits for i in range(0, ids.shape[1], chunk)], 1)
+    return torch.cat(
+        [model(ids[:, i : i + chunk], cache=cache).logits for i in range(0, ids.shape[1], chunk)], 1
+    )
 
 
 def difference(a, b):

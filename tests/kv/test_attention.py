@@ -16,8 +16,16 @@ from quantkit.nn.quant_cache import QuantCache
 
 def history(scheme, tokens, heads=2, k_dim=16, v_dim=16, seed=0):
     g = torch.Generator().manual_seed(seed)
-    sequence = Sequence(PagePool(scheme.keys_at(0), scheme.values_at(0)), scheme.page, scheme.window, scheme.sinks, torch.bfloat16)
-    sequence.append(torch.randn(heads, tokens, k_dim, generator=g) * 2, torch.randn(heads, tokens, v_dim, generator=g))
+    sequence = Sequence(
+        PagePool(scheme.keys_at(0), scheme.values_at(0)),
+        scheme.page,
+        scheme.window,
+        scheme.sinks,
+        torch.bfloat16,
+    )
+    sequence.append(
+        torch.randn(heads, tokens, k_dim, generator=g) * 2, torch.randn(heads, tokens, v_dim, generator=g)
+    )
     sequence.pack()
     return sequence
 
@@ -33,13 +41,17 @@ def plain(query, view, bias, scaling, softcap=None):
     return torch.nan_to_num(scores.softmax(-1)) @ values
 
 
-@pytest.mark.parametrize("name", [*PRESETS, "int4,v_layout=hadamard", "int8,meta=bfloat16", "int4,k_layout=hadamard"])
+@pytest.mark.parametrize(
+    "name", [*PRESETS, "int4,v_layout=hadamard", "int8,meta=bfloat16", "int4,k_layout=hadamard"]
+)
 @pytest.mark.parametrize("tokens", [3, 63, 64, 65, 1500])
 def test_equals_dequantize_then_attend(name, tokens):
     scheme = KVScheme.parse(name)
     sequence = history(scheme, tokens, v_dim=8)
     query = torch.randn(6, 5, 16, generator=torch.Generator().manual_seed(1))
-    bias = torch.zeros(1, 5, tokens).masked_fill(torch.rand(1, 5, tokens, generator=torch.Generator().manual_seed(2)) < 0.3, -torch.inf)
+    bias = torch.zeros(1, 5, tokens).masked_fill(
+        torch.rand(1, 5, tokens, generator=torch.Generator().manual_seed(2)) < 0.3, -torch.inf
+    )
     bias[..., 0] = 0
     for b in (None, bias):
         want = plain(query, sequence.view(), b, 0.3)
@@ -70,13 +82,21 @@ def test_a_row_that_sees_nothing_gives_zeros():
     bias = torch.zeros(1, 2, 150)
     bias[:, 1] = -torch.inf
     out = attend(torch.randn(2, 2, 16), sequence.view(), bias)
-    assert bool(torch.isfinite(out).all()) and float(out[:, 1].abs().max()) == 0 and float(out[:, 0].abs().max()) > 0
+    assert (
+        bool(torch.isfinite(out).all())
+        and float(out[:, 1].abs().max()) == 0
+        and float(out[:, 0].abs().max()) > 0
+    )
 
 
 def test_large_scores_do_not_overflow():
     sequence = history(PRESETS["int8"], 300)
     query = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(4)) * 1e3
-    assert torch.allclose(attend(query, sequence.view(), scaling=1.0).double(), plain(query, sequence.view(), None, 1.0), atol=1e-3)
+    assert torch.allclose(
+        attend(query, sequence.view(), scaling=1.0).double(),
+        plain(query, sequence.view(), None, 1.0),
+        atol=1e-3,
+    )
 
 
 def test_the_handle_is_poison_to_anybody_else(llama, ids):

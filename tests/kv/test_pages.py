@@ -13,7 +13,10 @@ from quantkit.kv.pages import MIN_RANGE, SHRINK, decode, encode, grid, pack_plan
 from quantkit.kvscheme import PRESETS, Side
 from quantkit.scheme import SchemeError
 
-SIDES = sorted({s for scheme in PRESETS.values() for s in (scheme.keys_at(0), scheme.values_at(0)) if s.bits < 16}, key=str)
+SIDES = sorted(
+    {s for scheme in PRESETS.values() for s in (scheme.keys_at(0), scheme.values_at(0)) if s.bits < 16},
+    key=str,
+)
 
 
 def states(seed=0, pages=2, heads=2, tokens=64, dim=16):
@@ -67,7 +70,9 @@ def test_error_is_at_most_half_a_step_where_nothing_is_clipped(side):
         error = decode(fields, side) - x
     axis = -2 if side.layout == "channel" else -1
     # low itself is rounded: to 11 bits (float16), 8 bits (bfloat16), or 1/510 of the range (compact tokens)
-    slack = x.abs().max() * 2.0**-11 + (scale * side.max_code / 510).unsqueeze(axis) * (side.meta == "compact")
+    slack = x.abs().max() * 2.0**-11 + (scale * side.max_code / 510).unsqueeze(axis) * (
+        side.meta == "compact"
+    )
     assert bool((error.abs() <= scale.unsqueeze(axis) / 2 + slack + 1e-6).all())
 
 
@@ -101,7 +106,9 @@ def test_constant_and_zero_pages(side):
     """A range of zero must not divide by zero; a constant is off by the rounding of a scale at most."""
     for value in (0.0, 1.0, -250.0):
         x = torch.full((1, 2, 64, 16), value)
-        bound = 0.5 if side.rotated else 0.05  # rotated, a constant is one large coefficient, and may be clipped
+        bound = (
+            0.5 if side.rotated else 0.05
+        )  # rotated, a constant is one large coefficient, and may be clipped
         assert float((decode(encode(x, side), side) - x).abs().max()) <= bound * abs(value) + 1e-3
 
 
@@ -111,10 +118,17 @@ def test_sixteen_bits_are_kept_as_they_are():
     assert torch.equal(decode(encode(x, side), side, torch.bfloat16), x)
 
 
-@given(bits=st.sampled_from([2, 4, 8]), dim=st.sampled_from([-1, -2]), n=st.integers(1, 5), seed=st.integers(0, 99))
+@given(
+    bits=st.sampled_from([2, 4, 8]),
+    dim=st.sampled_from([-1, -2]),
+    n=st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=30, deadline=None)
 def test_planes_round_trip(bits, dim, n, seed):
-    codes = torch.randint(0, 2**bits, (2, 8 * n, 4 * n), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    codes = torch.randint(
+        0, 2**bits, (2, 8 * n, 4 * n), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
+    )
     packed = pack_planes(codes, bits, dim)
     assert packed.numel() == codes.numel() * bits // 8
     assert torch.equal(unpack_planes(packed, bits, dim), codes)
@@ -123,7 +137,10 @@ def test_planes_round_trip(bits, dim, n, seed):
 def test_planes_as_documented():
     codes = torch.arange(8, dtype=torch.uint8)[:, None]
     assert pack_planes(codes, 4, 0).flatten().tolist() == [0 | 4 << 4, 1 | 5 << 4, 2 | 6 << 4, 3 | 7 << 4]
-    assert pack_planes(codes % 4, 2, 0).flatten().tolist() == [0 | 2 << 2 | 0 << 4 | 2 << 6, 1 | 3 << 2 | 1 << 4 | 3 << 6]
+    assert pack_planes(codes % 4, 2, 0).flatten().tolist() == [
+        0 | 2 << 2 | 0 << 4 | 2 << 6,
+        1 | 3 << 2 | 1 << 4 | 3 << 6,
+    ]
 
 
 def test_one_outlier_channel_leaves_the_others_alone():
@@ -132,7 +149,8 @@ def test_one_outlier_channel_leaves_the_others_alone():
     x[..., 3] *= 100
     others = [d for d in range(16) if d != 3]
     channel, token = (
-        (decode(encode(x, side), side) - x)[..., others].square().mean() for side in (Side(4, "channel"), Side(4, "token"))
+        (decode(encode(x, side), side) - x)[..., others].square().mean()
+        for side in (Side(4, "channel"), Side(4, "token"))
     )
     assert float(token) > 50 * float(channel)
 

@@ -12,7 +12,15 @@ from quantkit.kvscheme import PRESETS, KVScheme
 from quantkit.nn.quant_cache import QuantCache, QuantLayer
 
 INT4 = "int4,window=0"  # pages of 64 tokens packed at 64, 128, ...: easy to count
-FORMATS = [*PRESETS, INT4, "int4,window=64", "int4,window=24", "int4,sinks=0", "int4,v_layout=hadamard", "int8,window_dtype=auto"]
+FORMATS = [
+    *PRESETS,
+    INT4,
+    "int4,window=64",
+    "int4,window=24",
+    "int4,sinks=0",
+    "int4,v_layout=hadamard",
+    "int8,window_dtype=auto",
+]
 
 
 @pytest.fixture(params=["sdpa", "quantkit_kv"])
@@ -74,7 +82,9 @@ def test_a_page_is_quantized_once(llama, ids, monkeypatch):
     import quantkit.kv.pool as pool
 
     seen = []
-    monkeypatch.setattr(pool, "encode", lambda x, side, f=pool.encode: (seen.append(x.shape[0]), f(x, side))[1])
+    monkeypatch.setattr(
+        pool, "encode", lambda x, side, f=pool.encode: (seen.append(x.shape[0]), f(x, side))[1]
+    )
     feed(llama, ids, QuantCache(llama.config, INT4), 1)
     assert sum(seen) == 2 * 2 * 3  # keys and values, two layers, three full pages in 200 tokens
 
@@ -111,7 +121,9 @@ def test_sampling_and_beams_run_and_leave_no_page_behind(llama, ids, attention):
 
 def test_beams_equal_a_cache_that_copies(llama, ids):
     """16 bits store what arrives, so beam search must be exactly that of a DynamicCache."""
-    scheme = KVScheme(16, 16, overrides=((0, 16, 8), (1, 8, 16)), window=64)  # something quantized, little error
+    scheme = KVScheme(
+        16, 16, overrides=((0, 16, 8), (1, 8, 16)), window=64
+    )  # something quantized, little error
     options = {"num_beams": 4, "max_new_tokens": 30, "do_sample": False}
     want = llama.generate(ids[:, :50], **options)
     got = llama.generate(ids[:, :50], cache=QuantCache(llama.config, scheme), **options)
@@ -128,7 +140,10 @@ def test_reorder_moves_histories(llama, ids):
     assert used == [4, 4], "two sequences share their two pages, the dropped one gave its pages back"
     want = QuantCache(llama.config, INT4)
     feed(llama, batch[order][:, :150], want, 150)
-    assert difference(feed(llama, batch[order][:, 150:], cache, 1), feed(llama, batch[order][:, 150:], want, 1)) < 1e-9
+    assert (
+        difference(feed(llama, batch[order][:, 150:], cache, 1), feed(llama, batch[order][:, 150:], want, 1))
+        < 1e-9
+    )
 
 
 def test_batch_select_and_repeat(llama, ids):
@@ -156,7 +171,10 @@ def test_left_padding_does_not_change_a_sequence(llama, ids, attention):
     # without being told, the padding is stored but still masked: 8 bits must stay close to full precision
     with torch.no_grad():
         states = {}
-        for name, other in (("full", DynamicCache(config=llama.config)), ("int8", QuantCache(llama.config, "int8"))):
+        for name, other in (
+            ("full", DynamicCache(config=llama.config)),
+            ("int8", QuantCache(llama.config, "int8")),
+        ):
             llama(batch, attention_mask=mask, cache=other)
             longer = torch.cat([mask, torch.ones(2, 20, dtype=torch.long)], 1)
             states[name] = llama(ids[:, :20].expand(2, -1), attention_mask=longer, cache=other).logits
@@ -179,7 +197,7 @@ def test_crop_at_every_kind_of_place(llama, ids, remove):
     k = torch.zeros(1, 2, 0, 16, dtype=torch.float64)
     before = layer.update(k, k)[0]
     if remove > 136:
-        with pytest.raises(ValueError, match="cannot remove|cut into"):
+        with pytest.raises(ValueError, match=r"cannot remove|cut into"):
             cache.crop(-remove)
         return
     cache.crop(-remove)
@@ -187,7 +205,9 @@ def test_crop_at_every_kind_of_place(llama, ids, remove):
     if remove == 136:
         assert pools(cache)[0].used == 0
     after = layer.update(k, k)[0]
-    assert difference(after, before[:, :, : 136 - remove]) == 0, "the tokens that stay must not be rounded again"
+    assert difference(after, before[:, :, : 136 - remove]) == 0, (
+        "the tokens that stay must not be rounded again"
+    )
     feed(llama, ids[:, 136 - remove :], cache, 1)
     cache.crop(0)
     packed = min(136 - remove, 128)  # what was in the tail may have filled a page since
@@ -204,9 +224,13 @@ def test_crop_refuses_a_positive_number(llama, ids):
 
 def test_assisted_generation_equals_greedy(llama, ids, attention):
     """With 8 bits and this seed no near-tie turns, although drafts shift what is packed when."""
-    want = llama.generate(ids[:, :100], cache=QuantCache(llama.config, "int8"), max_new_tokens=50, do_sample=False)
+    want = llama.generate(
+        ids[:, :100], cache=QuantCache(llama.config, "int8"), max_new_tokens=50, do_sample=False
+    )
     cache = QuantCache(llama.config, "int8")
-    got = llama.generate(ids[:, :100], cache=cache, max_new_tokens=50, do_sample=False, prompt_lookup_num_tokens=4)
+    got = llama.generate(
+        ids[:, :100], cache=cache, max_new_tokens=50, do_sample=False, prompt_lookup_num_tokens=4
+    )
     assert torch.equal(want, got)
     assert all(page.count == 64 for page in cache.layers[0].sequences[0].pages), "a draft was packed"
 
@@ -222,7 +246,9 @@ def test_fork_shares_pages_and_then_goes_its_own_way(llama, ids):
     for tail, got in ((other, a), (ids[:, 150:], b)):
         fresh = QuantCache(llama.config, INT4)
         feed(llama, ids[:, :150], fresh, 150)
-        assert torch.equal(feed(llama, tail, fresh, 1), got), "with and without prefix reuse must be identical"
+        assert torch.equal(feed(llama, tail, fresh, 1), got), (
+            "with and without prefix reuse must be identical"
+        )
     assert torch.equal(feed(llama, other, deep, 1), a)
     del twin, deep
     assert [pool.used for pool in pools(cache)] == [3, 3]
@@ -294,7 +320,7 @@ def test_memory_is_pages_and_window_only(llama, ids):
 def test_non_finite_states_name_the_layer(llama):
     cache = QuantCache(llama.config, INT4)
     bad = torch.full((1, 2, 64, 16), torch.inf)
-    with pytest.raises(ValueError, match="layer 1.*non-finite"):
+    with pytest.raises(ValueError, match=r"layer 1.*non-finite"):
         cache.update(bad, bad, 1)
 
 
@@ -309,7 +335,8 @@ def test_mixed_head_sizes_of_keys_and_values():
     assert difference(got[0][:, :, :100], k) < 0.5
 
 
-# ---- sliding windows (gemma3) ---------------------------------------------------------------------------------
+# ---- sliding windows (gemma3)
+# ---------------------------------------------------------------------------------
 
 
 def test_report_lists_every_layer_with_its_reason(gemma):
@@ -335,7 +362,9 @@ def test_hybrid_layers_are_listed_not_skipped():
 
 def test_gemma_generates_through_short_windows(gemma, ids, attention):
     want = gemma.generate(ids[:, :100], max_new_tokens=40, do_sample=False)
-    got = gemma.generate(ids[:, :100], cache=QuantCache(gemma.config, "int8"), max_new_tokens=40, do_sample=False)
+    got = gemma.generate(
+        ids[:, :100], cache=QuantCache(gemma.config, "int8"), max_new_tokens=40, do_sample=False
+    )
     assert got.shape == want.shape
     choices = feed(gemma, want[:, :-1], QuantCache(gemma.config, "int8"), 1)[:, 99:].argmax(-1)
     assert int((want[:, 100:] != choices).sum()) <= 3

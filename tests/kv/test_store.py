@@ -31,7 +31,9 @@ def test_shared_pages_are_written_once_and_shared_again(llama, ids, tmp_path):
     pool = loaded.layers[0].pool
     assert pool.used == 1 and sorted(pool.holders)[-1:] == [8]
     loose = 150 - 64 + 4  # window 32: one page is packed
-    assert size[1] - size[0] < 7 * 2 * 2 * 2 * loose * 16 * 2 + 7 * 2 * 2 * 2 * 200  # tails, and their header entries
+    assert (
+        size[1] - size[0] < 7 * 2 * 2 * 2 * loose * 16 * 2 + 7 * 2 * 2 * 2 * 200
+    )  # tails, and their header entries
     loaded.reset()
     assert pool.used == 0
 

@@ -1,4 +1,5 @@
-"""The transformers attention function ``"quantkit_kv"``: dense states go to SDPA, quantized ones to our kernel.
+"""The transformers attention function ``"quantkit_kv"``: dense states go to SDPA, quantized ones to our
+kernel.
 
 Use it with ``AutoModelForCausalLM.from_pretrained(..., attn_implementation="quantkit_kv")`` after
 :func:`register`, together with a :class:`quantkit.nn.quant_cache.QuantCache`.
@@ -38,7 +39,8 @@ def attention_forward(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query ``[batch, heads, rows, dim]`` -> ``[batch, rows, heads, dim]``.
+    """Attention as transformers calls it: query ``[batch, heads, rows, dim]`` -> ``[batch, rows, heads,
+    dim]``.
 
     Raises ValueError for what a quantized cache cannot serve: dropout, learned sinks, a position bias.
     """
@@ -47,14 +49,24 @@ def attention_forward(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, softcap=softcap, **kwargs
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            softcap=softcap,
+            **kwargs,
         )
     if dropout:
         raise ValueError("attention dropout is for training; a quantized cache serves inference only")
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"attention over a quantized cache does not support {name!r}; "
-                             "load the model with attn_implementation='sdpa' or 'eager'")
+            raise ValueError(
+                f"attention over a quantized cache does not support {name!r}; "
+                "load the model with attn_implementation='sdpa' or 'eager'"
+            )
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     out = query.new_empty(query.shape[0], query.shape[1], query.shape[2], handle.views[0].tail[1].shape[-1])

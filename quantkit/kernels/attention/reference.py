@@ -24,7 +24,8 @@ PAGES_AT_ONCE = 16
 
 
 def page_scores(query: Tensor, fields: Fields, side: Side) -> Tensor:
-    """Scores of float32 ``query [heads, rows, dim]`` against packed keys: ``[heads, rows, pages * tokens]``."""
+    """Scores of float32 ``query [heads, rows, dim]`` against packed keys: ``[heads, rows, pages *
+    tokens]``."""
     if side.bits == 16:
         scores = query @ fields["raw"].float().transpose(-1, -2)
     else:
@@ -40,8 +41,9 @@ def page_scores(query: Tensor, fields: Fields, side: Side) -> Tensor:
 
 
 def page_mix(weights: Tensor, fields: Fields, side: Side) -> Tensor:
-    """Sum over tokens of ``weights [heads, rows, pages * tokens]`` times packed values: ``[heads, rows, dim]``."""
-    heads, rows, total = weights.shape
+    """Sum over tokens of ``weights [heads, rows, pages * tokens]`` times packed values: ``[heads, rows,
+    dim]``."""
+    heads, rows, _ = weights.shape
     stored = fields["raw"] if side.bits == 16 else fields["codes"]
     p = weights.reshape(heads, rows, stored.shape[0], -1).permute(2, 0, 1, 3)  # [pages, heads, rows, tokens]
     if side.bits == 16:
@@ -53,12 +55,17 @@ def page_mix(weights: Tensor, fields: Fields, side: Side) -> Tensor:
 
 
 def attend(
-    query: Tensor, view: View, bias: Tensor | None = None, scaling: float | None = None, softcap: float | None = None
+    query: Tensor,
+    view: View,
+    bias: Tensor | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of one sequence over quantized keys and values.
 
     query: ``[query_heads, rows, dim]``; query head h reads kv head ``h // (query_heads // kv_heads)``.
-    bias: float32 ``[query_heads or 1, rows, view.length]`` added to the scores (``-inf``: not allowed), or None.
+    bias: float32 ``[query_heads or 1, rows, view.length]`` added to the scores (``-inf``: not allowed), or
+    None.
     scaling: factor on the scores, default ``dim ** -0.5``; softcap: ``c * tanh(score / c)`` after scaling.
     Returns float32 ``[query_heads, rows, v_dim]``. A row that may see nothing gives zeros.
     """
