@@ -55,8 +55,8 @@ def sensitivity(
 def allocate(choices: list[Choice], budget: float) -> tuple[tuple[int, int, int], ...]:
     """Overrides ``((layer, k_bits, v_bits), ...)`` of the least summed cost found within ``budget``.
 
-    budget: bytes a token, all the layers in ``choices`` together. Starts from the smallest choice of each layer
-    and buys, again and again, the upgrade that lowers the cost most per byte (greedy multiple-choice knapsack).
+    budget: bytes a token, all the layers in ``choices`` together. Starts from the smallest choice of each
+    layer and buys, again and again, the upgrade that lowers the cost most per byte (greedy knapsack).
     Raises UserError when even the smallest choices exceed the budget.
     """
     by_layer: dict[int, list[Choice]] = {}
