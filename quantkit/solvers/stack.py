@@ -35,13 +35,13 @@ class Solver(RowSolver):
     damping: fraction of the Hessian's mean diagonal added to it; raised threefold while the factorization
         fails.
     correction: strength of the upstream correction (QEP), 0 to 1; above 0 it needs the cross term.
-    correction_damping: the same fraction inside the correction's inverse. Full strength and little damping fit
-        the calibration text better and other text worse.
+    correction_damping: the same fraction inside the correction's inverse. Full strength with little damping
+        fits the calibration text better and other text worse.
     grid: "omega" (weighted by 1/U_jj**2), "mse" or "minmax"; 8-bit codes always take "minmax", where clipping
         costs more than it gains.
     signed: let symmetric scales take either sign, so that the extra code serves the larger side.
-    rounds: how often codes descend and scales are refitted, in turn. Each step only lowers the output error, in
-        the damped metric, which held up better on text from another domain.
+    rounds: how often codes descend and scales are refitted, in turn. Each step only lowers the output error,
+        in the damped metric, which held up better on text from another domain.
     """
 
     damping: float = Field(default=0.1, ge=0)
