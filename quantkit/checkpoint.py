@@ -28,6 +28,7 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
 SIDE_FILE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".py", ".md", ".tiktoken")
+MANIFEST = "quantkit.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -176,8 +177,8 @@ class Source:
             p
             for p in self.folder.iterdir()
             if p.is_file()
-            and p.suffix in SIDE_FILE_SUFFIXES
-            and p.name not in ("config.json", "model.safetensors.index.json", "quantkit.json", "README.md")
+            and (p.suffix in SIDE_FILE_SUFFIXES or p.name.upper().startswith(("LICENSE", "NOTICE")))
+            and p.name not in ("config.json", "model.safetensors.index.json", MANIFEST, "README.md")
         )
 
     def scan(self, progress: Callable[[str, int], None] | None = None) -> str:
@@ -344,3 +345,37 @@ def file_hash(path: Path) -> str:
         while chunk := f.read(1 << 22):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def tensor_hash(info: TensorInfo) -> str:
+    """First 16 hex digits of the sha256 of a tensor's bytes: enough to tell a changed one, short in a manifest."""
+    digest = hashlib.sha256()
+    for piece in _pieces(info):
+        digest.update(piece.numpy())
+    return digest.hexdigest()[:16]
+
+
+def folder_hashes(folder: Path) -> dict[str, dict[str, str]]:
+    """What a manifest promises of a folder: "sha256" of each weight file, "side_files" likewise (config.json and
+    the index among them; the model card may be refreshed later and is left out), "tensors" by :func:`tensor_hash`."""
+    source = Source(folder)
+    side = [*source.side_files(), folder / "config.json", folder / "model.safetensors.index.json"]
+    return {
+        "sha256": {f.name: file_hash(f) for f in source.files},
+        "side_files": {f.name: file_hash(f) for f in sorted(side) if f.is_file()},
+        "tensors": {name: tensor_hash(info) for name, info in sorted(source.tensors.items())},
+    }
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """quantkit.json of a folder that quantkit wrote; None for others. Raises UserError when it is damaged."""
+    file = folder / MANIFEST
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise UserError(f"{file} is not valid JSON ({e}); copy the folder again, or delete this file") from e
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is no manifest of quantkit; copy the folder again, or delete this file")
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -16,9 +15,10 @@ from torch import Tensor
 
 import quantkit
 from quantkit import plugins
-from quantkit.checkpoint import FolderWriter, Source, file_hash, write_json
+from quantkit.checkpoint import MANIFEST, FolderWriter, Source, folder_hashes, write_json
 from quantkit.errors import UserError, VerificationError
 from quantkit.load import load_config, load_tokenizer
+from quantkit.model_card import write_card
 from quantkit.modelspec import ModelSpec, spec_for
 from quantkit.pipeline import Progress, Timings, run
 from quantkit.plan import Names, Plan, make_plan
@@ -27,8 +27,6 @@ from quantkit.resolve import resolve_model
 from quantkit.sizes import show_size
 from quantkit.skeleton import build_skeleton
 from quantkit.workdir import ModuleReport, WorkFolder
-
-MANIFEST = "quantkit.json"
 
 
 @dataclass(slots=True)
@@ -248,6 +246,7 @@ def assemble(job: Job, work: WorkFolder, staging: Path, marks: Mapping[str, str]
     config = {**source.config, "quantization_config": plan.quantization_config}
     write_json(staging / "config.json", config)
     write_json(staging / MANIFEST, manifest(job, marks, audit, reports, notes, work.tuned(), staging))
+    write_card(staging)
     return reports
 
 
@@ -258,7 +257,6 @@ def manifest(
     """quantkit.json: enough to know and to repeat what was done. Holds no time and no path, so that the same run
     gives the same bytes."""
     plan = job.plan
-    weights = sorted(folder.glob("*.safetensors"))
     return {
         "quantkit": quantkit.__version__,
         "base_model": Path(job.name).name if Path(job.name).exists() else job.name,
@@ -282,7 +280,7 @@ def manifest(
         "notes": notes,
         "tuning": tuning,
         "warnings": plan.warnings,
-        "sha256": {f.name: file_hash(f) for f in weights},
+        **folder_hashes(folder),
     }
 
 
@@ -316,8 +314,3 @@ def verify_against_work(job: Job, work: WorkFolder, folder: Path) -> None:
         seen.add(name)
     if stray := sorted(set(written.tensors) - seen):
         raise VerificationError(f"{len(stray)} tensors were written that no plan names: {stray[:3]}; kept in {folder}")
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    file = folder / MANIFEST
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None

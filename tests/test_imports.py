@@ -12,16 +12,16 @@ ROOT = Path(__file__).parents[1] / "quantkit"
 # A file may import from its own floor or a lower one. Names are modules or packages directly under quantkit.
 FLOORS = [
     {"__init__", "errors", "scheme", "packing", "plugins", "sizes", "activations", "kvscheme", "calib"},
-    {"qweight", "modelspec", "checkpoint", "runtime_rules", "roofline", "resolve"},
+    {"qweight", "modelspec", "checkpoint", "runtime_rules", "roofline", "resolve", "regroup", "runtimes"},
     {"skeleton", "models", "stages", "default_model", "kv"},
     {"solvers", "rewrites", "kernels", "offgrid"},
     {"recipe", "nn", "formats"},
-    {"plan", "walk", "workdir", "decode"},
-    {"pipeline", "load", "allocate", "tune"},
+    {"plan", "walk", "workdir", "decode", "model_card"},
+    {"pipeline", "load", "allocate", "tune", "opened", "checks"},
     {"streamed"},
     {"tune_model"},
-    {"quantize"},
-    {"evals", "measure", "report", "bench_kernels"},
+    {"quantize", "convert"},
+    {"evals", "measure", "report", "bench_kernels", "verify", "repair", "push"},
     {"commands", "cli"},
 ]
 LEVEL = {name: i for i, names in enumerate(FLOORS) for name in names}

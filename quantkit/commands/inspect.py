@@ -17,9 +17,8 @@ def command(folder: Path, modules: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from quantkit.checkpoint import Source
+    from quantkit.checkpoint import Source, read_manifest
     from quantkit.load import format_of, quantized_modules
-    from quantkit.quantize import read_manifest
     from quantkit.sizes import show_size
 
     source = Source(folder)
@@ -39,7 +38,10 @@ def command(folder: Path, modules: bool) -> None:
     if manifest is None:
         console.print("no quantkit.json: this folder was not written by quantkit")
         return
-    console.print(f"made by quantkit {manifest['quantkit']} from {manifest['base_model']}, recipe {manifest['recipe']['name']}, {manifest['bits_per_weight']} bits per weight")
+    recipe = (manifest["recipe"] or {}).get("name", "unknown")
+    console.print(f"made by quantkit {manifest['quantkit']} from {manifest['base_model'] or 'an unnamed model'}, recipe {recipe}, {manifest['bits_per_weight']} bits per weight")
+    if origin := manifest.get("converted_from"):
+        console.print(f"converted from {origin['name']} ({origin['format']})")
     reports = manifest["modules"]
     if reports:
         worst = max(reports, key=lambda r: r["error"])

@@ -3,8 +3,9 @@
     runner_llamacpp.py MODEL.gguf PROMPTS.json [--tokens 16] [--kv-cache f16|q8_0|q4_0]
 
 PROMPTS.json: a list of lists of token ids. Output (the last line of stdout): {"runtime", "version", "prompts":
-[{"logprobs": [...], "top": [...], "continuation": [...]}]}. ``logprobs[i]`` is log p(token i+1 | tokens 0..i), in
-nats, ``top[i]`` the likeliest next token there. A refusal prints {"error": "..."} and exits 1.
+[{"logprobs": [...], "top": [...], "ids": [[...]], "values": [[...]], "continuation": [...]}]}. ``logprobs[i]`` is
+log p(token i+1 | tokens 0..i), in nats, ``top[i]`` the likeliest next token there; ``ids[i]`` and ``values[i]`` are
+the LIKELIEST tokens and their log-probabilities. A refusal prints {"error": "..."} and exits 1.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import json
 import os
 import sys
 import traceback
+
+LIKELIEST = 64  # tokens a position: enough to hold nearly all probability
 
 
 def run(path: str, prompts: list[list[int]], tokens: int, kv_cache: str) -> dict:
@@ -43,10 +46,13 @@ def run(path: str, prompts: list[list[int]], tokens: int, kv_cache: str) -> dict
             continuation.append(token)
             model.eval([token])
         rows = np.arange(len(prompt) - 1)
+        ids = np.argsort(-log_p[:-1], axis=1)[:, :LIKELIEST]
         out.append(
             {
                 "logprobs": log_p[rows, prompt[1:]].tolist(),
                 "top": log_p[:-1].argmax(axis=1).tolist(),
+                "ids": ids.tolist(),
+                "values": np.take_along_axis(log_p[:-1], ids, axis=1).tolist(),
                 "continuation": continuation,
             }
         )

@@ -3,8 +3,9 @@
     runner_vllm.py FOLDER PROMPTS.json [--tokens 16] [--kv-cache auto|fp8] [--dtype bfloat16]
 
 PROMPTS.json: a list of lists of token ids. Output (the last line of stdout): {"runtime", "version", "prompts":
-[{"logprobs": [...], "top": [...], "continuation": [...]}]}. ``logprobs[i]`` is log p(token i+1 | tokens 0..i), in
-nats, ``top[i]`` the likeliest next token there. A refusal prints {"error": "..."} with vLLM's own words and exits 1.
+[{"logprobs": [...], "top": [...], "ids": [[...]], "values": [[...]], "continuation": [...]}]}. ``logprobs[i]`` is
+log p(token i+1 | tokens 0..i), in nats, ``top[i]`` the likeliest next token there; ``ids[i]`` and ``values[i]`` are
+the LIKELIEST tokens and their log-probabilities. A refusal prints {"error": "..."} with vLLM's own words and exits 1.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import json
 import os
 import sys
 import traceback
+
+LIKELIEST = 64  # tokens a position: enough to hold nearly all probability
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -31,9 +34,11 @@ def run(folder: str, prompts: list[list[int]], tokens: int, kv_cache: str, dtype
     longest = max(map(len, prompts)) + tokens
     model = vllm.LLM(
         model=folder, dtype=dtype, max_model_len=max(64, longest + 1), enforce_eager=True, max_num_seqs=4,
-        enable_prefix_caching=False, kv_cache_dtype=kv_cache, skip_tokenizer_init=True,
+        enable_prefix_caching=False, kv_cache_dtype=kv_cache, skip_tokenizer_init=True, max_logprobs=LIKELIEST,
     )  # fmt: skip
-    sampling = vllm.SamplingParams(temperature=0, max_tokens=tokens, prompt_logprobs=1, detokenize=False)
+    sampling = vllm.SamplingParams(
+        temperature=0, max_tokens=tokens, prompt_logprobs=LIKELIEST, detokenize=False
+    )
     results = model.generate([{"prompt_token_ids": p} for p in prompts], sampling)
     return {
         "runtime": "vllm",
@@ -43,12 +48,15 @@ def run(folder: str, prompts: list[list[int]], tokens: int, kv_cache: str, dtype
 
 
 def one(prompt: list[int], result) -> dict:
-    """vLLM gives for each position the entry of the prompt's token and of the likeliest one (rank 1)."""
-    logprobs, top = [], []
+    """vLLM gives for each position the entries of the likeliest tokens and of the prompt's own."""
+    logprobs, top, ids, values = [], [], [], []
     for token, entries in zip(prompt[1:], result.prompt_logprobs[1:]):
         logprobs.append(entries[token].logprob)
         top.append(min(entries, key=lambda t: entries[t].rank))
-    return {"logprobs": logprobs, "top": top, "continuation": list(result.outputs[0].token_ids)}
+        ids.append(list(entries))
+        values.append([entries[t].logprob for t in entries])
+    continuation = list(result.outputs[0].token_ids)
+    return {"logprobs": logprobs, "top": top, "ids": ids, "values": values, "continuation": continuation}
 
 
 def main() -> int:
