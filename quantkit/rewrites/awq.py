@@ -8,7 +8,8 @@ output error on the calibration data, summed over all linears that read the inpu
     loss(s) = sum_W tr((W - Q(W s) / s) H (W - Q(W s) / s)T)
 
 alpha = 0 is among the candidates, so the loss never rises. Only the diagonal of H judges all of them
-(rounding errors of different columns are nearly uncorrelated); the best few are judged by the full loss.
+(rounding errors of different columns are nearly uncorrelated) on some of the rows; the best few are
+judged by the full loss on all of them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Rewrite:
 
     grid: how many values of alpha are tried, from 0 in steps of 1/grid.
     exact: how many of the best (by the Hessian's diagonal) are judged by the full loss, beside alpha = 0.
+    rows: how many output rows, evenly spread, the diagonal judges; the full loss always takes all.
     kinds: which rescale pairs are used: "norm", "value" (v to o), "linear" (up to down).
     signed: judge with the signed full-range grid that the solvers use.
     limit: largest ratio of a scale to 1, so that folded norms stay ordinary numbers.
@@ -42,6 +44,7 @@ class Rewrite:
 
     grid: int = Field(default=20, ge=2, le=100)
     exact: int = Field(default=3, ge=1)
+    rows: int = Field(default=512, ge=1)
     kinds: tuple[str, ...] = ("norm", "value", "linear")
     signed: bool = True
     limit: float = Field(default=100.0, gt=1.0)
@@ -117,7 +120,9 @@ class Rewrite:
         alphas = [step / self.grid for step in range(self.grid)]
         scales = [self.scale(size, alpha) for alpha in alphas]
         columns = [_folding.to_columns(fold, s, config) for s in scales]
-        quick = [self.loss(weights, c, hessian.diagonal()) for c in columns]
+        step = -(-sum(w.shape[0] for w, _ in weights) // self.rows)
+        some = [(w[::step], scheme) for w, scheme in weights]
+        quick = [self.loss(some, c, hessian.diagonal()) for c in columns]
         best = sorted(range(1, self.grid), key=quick.__getitem__)[: self.exact]
         full = {index: self.loss(weights, columns[index], hessian) for index in (0, *best)}
         winner = min(full, key=full.__getitem__)
