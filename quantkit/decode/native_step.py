@@ -1,7 +1,7 @@
 """Native decoding: a whole forward pass of a Llama-, Qwen-, Gemma- or Mistral-shaped model in one C call.
 
-At 135 M parameters a decode step is about 2 ms of memory traffic; PyTorch's modules alone would spend more than that
-on dispatch. Here Python packs the weights once and then makes one call per token, or one per text.
+At 135 M parameters a decode step is about 2 ms of memory traffic; PyTorch's modules alone would spend more
+than that on dispatch. Here Python packs the weights once and then makes one call per token, or one per text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ FAMILIES = {
     "gemma3_text": ("gemma3", "Gemma3RotaryEmbedding"),
 }
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
-STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on the sequence length
+STATIC_ROPES = (
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+)  # those whose angles do not depend on the sequence length
 PRECISIONS = {"exact": native.INT16, "bf16": native.BF16_DOT, "fp32": native.FP32, "int8": native.INT8}
 
 # where the linears and norms of a block stand in a state dict
@@ -126,7 +131,7 @@ def rope_tables(config: Any, capacity: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def quantize_head(weight: Tensor, scheme: Scheme = HEAD_SCHEME) -> QuantWeight:
-    """Round-to-nearest of a float ``[vocab, hidden]`` head, symmetric, largest magnitude to the largest code."""
+    """Round a float ``[vocab, hidden]`` head to nearest, symmetric, largest magnitude to the largest code."""
     weight = weight.detach().float()
     rows, columns = weight.shape
     groups = scheme.groups(columns)
@@ -141,16 +146,17 @@ class NativeDecoder:
     """One sequence on the native engine.
 
     config: a transformers text config (Llama, Mistral, Qwen2, Qwen3 or Gemma 3).
-    weights: by the names of the state dict (``model.layers.0.self_attn.q_proj.weight``; the name of a QuantWeight
-        may stand without ``.weight``). QuantWeights are run as they are; float linears as bf16.
-    precision: of the activations; weights are exact and sums fp32 in all of them. "exact" rounds activations to 2^-16 of
-        the largest in their group, a hundredth of what bf16 loses; "bf16" uses the bf16 dot where the CPU has one;
-        "fp32" rounds nothing and is the slowest; "int8" rounds to int8 per group and has the fastest prefill.
+    weights: by the names of the state dict (``model.layers.0.self_attn.q_proj.weight``; the name of a
+        QuantWeight may stand without ``.weight``). QuantWeights are run as they are; float linears as bf16.
+    precision: of the activations; weights are exact and sums fp32 in all of them. "exact" rounds activations
+        to 2^-16 of the largest in their group, a hundredth of what bf16 loses; "bf16" uses the bf16 dot where
+        the CPU has one; "fp32" rounds nothing and is the slowest; "int8" rounds to int8 per group and has the
+        fastest prefill.
     head: "int8" rounds a float head to 8 bits in groups of 64, "bfloat16" keeps it. A QuantWeight head stays.
     cache: "int8", "bfloat16" or "float32". capacity: longest sequence. chunk: tokens per prefill pass.
 
-    Raises UnsupportedModel with a sentence, KeyError naming a missing weight, native.NativeError when the layout
-    cannot hold a weight.
+    Raises UnsupportedModel with a sentence, KeyError naming a missing weight, native.NativeError when the
+    layout cannot hold a weight.
     """
 
     def __init__(
@@ -185,7 +191,7 @@ class NativeDecoder:
         weakref.finalize(self, native.library().qk_model_free, handle)
         del self._weights
 
-    # ---- weights -----------------------------------------------------------------------------------------------
+    # ---- weights ---------------------------------------------------------------------------------
 
     def _find(self, name: str) -> QuantWeight | Tensor | None:
         found = self._weights.get(f"{name}.weight")
@@ -204,8 +210,12 @@ class NativeDecoder:
         return found
 
     def _pack_all(self, head: str) -> None:
-        """Pack every linear into one buffer, in the order in which a step reads them: huge pages for all of it."""
-        names = [f"model.layers.{i}.{part}" for i in range(self.config.num_hidden_layers) for part in LINEARS.values()]
+        """Pack every linear into one buffer in the order of a step's reads: huge pages for all of it."""
+        names = [
+            f"model.layers.{i}.{part}"
+            for i in range(self.config.num_hidden_layers)
+            for part in LINEARS.values()
+        ]
         jobs = [(name, self._require(name), self._weights.get(f"{name}.bias")) for name in names]
         embed = self._require("model.embed_tokens")
         output = embed if self.config.tie_word_embeddings else self._find("lm_head")
@@ -235,7 +245,7 @@ class NativeDecoder:
         """Size of the key/value cache at full capacity."""
         return int(native.library().qk_model_cache_bytes(self._handle))
 
-    # ---- the C configuration -----------------------------------------------------------------------------------
+    # ---- the C configuration ---------------------------------------------------------------------
 
     def _floats(self, tensor: Tensor) -> int:
         """Address of a float32 copy that lives as long as the decoder, padded with a vector of zeros."""
@@ -257,7 +267,8 @@ class NativeDecoder:
         config = self.config
         gemma = config.model_type == "gemma3_text"
         tables = {
-            kind: (self._floats(cos), self._floats(sin)) for kind, (cos, sin) in rope_tables(config, capacity).items()
+            kind: (self._floats(cos), self._floats(sin))
+            for kind, (cos, sin) in rope_tables(config, capacity).items()
         }
         layers = (native.CLayer * config.num_hidden_layers)()
         for i, kind in enumerate(layer_types(config)):
@@ -277,8 +288,16 @@ class NativeDecoder:
         config = self.config
         gemma = config.model_type == "gemma3_text"
         c = native.CModelConfig()
-        c.layers, c.hidden, c.intermediate = config.num_hidden_layers, config.hidden_size, config.intermediate_size
-        c.heads, c.kv_heads, c.head_dim = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+        c.layers, c.hidden, c.intermediate = (
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.intermediate_size,
+        )
+        c.heads, c.kv_heads, c.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_dim(config),
+        )
         c.vocab, c.capacity, c.chunk = config.vocab_size, capacity, chunk
         c.activation = ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act]
         c.cache, c.precision = native.CACHES[cache], PRECISIONS[precision]
@@ -310,7 +329,7 @@ class NativeDecoder:
             c.embed = self._packed.get("embed", self._packed["lm_head"]).c_weight()
         c.embed_scale = float(scale)
 
-    # ---- running -----------------------------------------------------------------------------------------------
+    # ---- running ---------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget the sequence."""
@@ -354,8 +373,8 @@ class NativeDecoder:
     ) -> list[int]:
         """Append ``ids`` and then up to ``count`` greedy tokens, which are returned.
 
-        stops: ids that end the text (the one met is kept). seconds: receives the duration of each step after the
-        first token, which comes out of the prefill.
+        stops: ids that end the text (the one met is kept). seconds: receives the duration of each step after
+        the first token, which comes out of the prefill.
         """
         if count < 1:
             return []

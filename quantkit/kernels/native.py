@@ -2,7 +2,8 @@
 
 The library has a C ABI (csrc/quantkit_cpu.h) and needs neither torch nor Python headers. It is looked for in
 ``QUANTKIT_CPU_LIB``, beside this file, and where ``pip install`` put it. Environment variables read once, at
-first use: ``QUANTKIT_ISA`` (generic, avx2, avx512, avx512-bf16, neon), ``QUANTKIT_THREADS``, ``QUANTKIT_PIN=0``.
+first use: ``QUANTKIT_ISA`` (generic, avx2, avx512, avx512-bf16, neon), ``QUANTKIT_THREADS``,
+``QUANTKIT_PIN=0``.
 """
 
 from __future__ import annotations
@@ -73,10 +74,22 @@ class CLayer(ctypes.Structure):
 class CModelConfig(ctypes.Structure):
     """struct qk_model_config."""
 
-    INTS = (
-        "layers hidden intermediate heads kv_heads head_dim rotary_dim vocab capacity chunk activation cache"
-        " precision head_precision"
-    ).split()
+    INTS = [
+        "layers",
+        "hidden",
+        "intermediate",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "rotary_dim",
+        "vocab",
+        "capacity",
+        "chunk",
+        "activation",
+        "cache",
+        "precision",
+        "head_precision",
+    ]
     _fields_ = [
         *((name, c_int32) for name in INTS),
         ("eps", c_float),
@@ -105,7 +118,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "qk_model_create": (c_void_p, [POINTER(CModelConfig)]),
     "qk_model_free": (None, [c_void_p]),
     "qk_model_forward": (c_int32, [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_void_p]),
-    "qk_model_generate": (c_int32, [c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int32, c_void_p, c_void_p]),
+    "qk_model_generate": (
+        c_int32,
+        [c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int32, c_void_p, c_void_p],
+    ),
     "qk_model_argmax": (c_int32, [c_void_p]),
     "qk_model_cache_bytes": (c_int64, [c_void_p]),
     "qk_read_seconds": (c_double, [c_void_p, c_int64]),
@@ -147,7 +163,8 @@ def library() -> ctypes.CDLL:
         raise NativeUnavailable(f"the native CPU library {paths[0]} does not load: {error}") from error
     if lib.qk_abi_version() != ABI_VERSION:
         raise NativeUnavailable(
-            f"{paths[0]} has ABI {lib.qk_abi_version()}, this quantkit needs {ABI_VERSION}: run `pip install .` again"
+            f"{paths[0]} has ABI {lib.qk_abi_version()}, quantkit needs {ABI_VERSION}: "
+            "run `pip install .` again"
         )
     return lib
 
@@ -172,11 +189,13 @@ def check(status: int) -> None:
 
 
 def isa() -> str:
-    """Name of the instruction set in use. Raises NativeError when QUANTKIT_ISA names one that is not there."""
+    """Name of the instruction set in use. Raises NativeError when QUANTKIT_ISA names one not there."""
     name: str = library().qk_isa().decode()
     wanted = os.environ.get("QUANTKIT_ISA")
     if wanted and wanted != name:
-        raise NativeError(f"QUANTKIT_ISA={wanted} is not an instruction set of this CPU and build (using {name})")
+        raise NativeError(
+            f"QUANTKIT_ISA={wanted} is not an instruction set of this CPU and build (using {name})"
+        )
     return name
 
 
@@ -238,7 +257,9 @@ def why_not_pack(scheme_bits: int, group: int, columns: int) -> str | None:
     if group % 16:
         return f"the native CPU layout needs groups that are multiples of 16 columns, not {group}"
     if (group or columns) > 65536:
-        return "more than 65536 columns share a scale, which would overflow the int32 sums of the native kernels"
+        return (
+            "more than 65536 columns share a scale, which would overflow the int32 sums of the native kernels"
+        )
     if scheme_bits > 8:
         return f"the native CPU layout holds codes of up to 8 bits, not {scheme_bits}"
     return None
@@ -286,7 +307,13 @@ def pack(weight: QuantWeight | Tensor, bias: Tensor | None = None, out: Tensor |
     data = aligned_empty(packed_bytes(weight, bias is not None)) if out is None else out
     bias = None if bias is None else bias.detach().float().contiguous()
     if isinstance(weight, Tensor):
-        codes, shift, scale, zero, order = weight.detach().to(torch.bfloat16).contiguous(), 0, None, None, None
+        codes, shift, scale, zero, order = (
+            weight.detach().to(torch.bfloat16).contiguous(),
+            0,
+            None,
+            None,
+            None,
+        )
     else:
         codes, scale = weight.codes.contiguous(), weight.scale.contiguous()
         zero = None if weight.zero is None else weight.zero.to(torch.uint8).contiguous()

@@ -12,7 +12,12 @@ from quantkit.kernels import linear, native
 from quantkit.kernels.linear import Request, cpu, reference
 from quantkit.scheme import Scheme
 
-SHAPES = ((33, 70), (48, 576), (16, 16), (1, 200))  # ragged rows, ragged columns, a ragged last group, one row
+SHAPES = (
+    (33, 70),
+    (48, 576),
+    (16, 16),
+    (1, 200),
+)  # ragged rows, ragged columns, a ragged last group, one row
 GROUPS = (0, 32, 64, 128)
 
 
@@ -39,7 +44,9 @@ def test_schemes(each_isa, bits, symmetric, precision):
             for tokens, dtype in ((1, torch.bfloat16), (1, torch.float32), (19, torch.float32)):
                 x = activations(tokens, cols, dtype, i)
                 y, request = run(weight, x, None, precision=precision)
-                check(y, x, weight, None, request, f"{request.scheme} {rows}x{cols}, {tokens} tokens, {dtype}")
+                check(
+                    y, x, weight, None, request, f"{request.scheme} {rows}x{cols}, {tokens} tokens, {dtype}"
+                )
 
 
 def test_token_counts_and_bias(each_isa):

@@ -54,7 +54,9 @@ CONFIGS = {
     "llama-biased-llama3-rope": lambda: LlamaConfig(
         **SIZES, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE
     ),
-    "llama-odd-group": lambda: LlamaConfig(**{**SIZES, "hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1}),
+    "llama-odd-group": lambda: LlamaConfig(
+        **{**SIZES, "hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1}
+    ),
     "llama-many-heads": lambda: LlamaConfig(
         **{**SIZES, "hidden_size": 80, "head_dim": 16, "num_attention_heads": 20, "num_key_value_heads": 1}
     ),
@@ -62,7 +64,11 @@ CONFIGS = {
     "qwen3": lambda: Qwen3Config(**{**SIZES, "head_dim": 48}),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=24),
     "gemma3": lambda: Gemma3TextConfig(
-        **SIZES, sliding_window=24, query_pre_attn_scalar=48, layer_types=GEMMA_LAYERS, rope_parameters=GEMMA_ROPES
+        **SIZES,
+        sliding_window=24,
+        query_pre_attn_scalar=48,
+        layer_types=GEMMA_LAYERS,
+        rope_parameters=GEMMA_ROPES,
     ),
 }
 
@@ -94,7 +100,13 @@ def test_logits_equal_transformers(each_isa, name, ids):
     with torch.no_grad():
         want = model(ids[None]).logits[0]
     decoder = NativeDecoder(
-        model.config, model.state_dict(), precision="fp32", head="bfloat16", cache="float32", capacity=80, chunk=9
+        model.config,
+        model.state_dict(),
+        precision="fp32",
+        head="bfloat16",
+        cache="float32",
+        capacity=80,
+        chunk=9,
     )
     error = relative(decoder.logits(ids), want)
     assert error < 1e-5, f"prefill is off by {error:.1e}"
@@ -121,12 +133,16 @@ def test_roundings_stay_small(lib, name, settings, limit, ids):
     model = twin(name)
     with torch.no_grad():
         want = model(ids[None]).logits[0]
-    decoder = NativeDecoder(model.config, model.state_dict(), head="bfloat16", capacity=80, chunk=16, **settings)
+    decoder = NativeDecoder(
+        model.config, model.state_dict(), head="bfloat16", capacity=80, chunk=16, **settings
+    )
     error = relative(decoder.logits(ids), want)
     assert error < limit, f"{name} {settings} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize("scheme", [Scheme(4, True, 32), Scheme(4, False, 64), Scheme(8, True, 0), Scheme(3, True, 32)], ids=str)
+@pytest.mark.parametrize(
+    "scheme", [Scheme(4, True, 32), Scheme(4, False, 64), Scheme(8, True, 0), Scheme(3, True, 32)], ids=str
+)
 def test_quantized_weights_equal_their_dequantized_model(lib, scheme, ids):
     model = twin("qwen2")
     weights: dict[str, object] = dict(model.state_dict())
@@ -145,7 +161,9 @@ def test_quantized_weights_equal_their_dequantized_model(lib, scheme, ids):
     with torch.no_grad():
         want = model(ids[None]).logits[0]
     for precision, limit in (("fp32", 1e-5), ("exact", 1e-4)):
-        decoder = NativeDecoder(model.config, weights, precision=precision, cache="float32", capacity=80, chunk=32)
+        decoder = NativeDecoder(
+            model.config, weights, precision=precision, cache="float32", capacity=80, chunk=32
+        )
         error = relative(decoder.logits(ids), want)
         assert error < limit, f"{precision} is off by {error:.1e}"
 
@@ -165,7 +183,9 @@ def test_greedy_text_equals_transformers(lib):
     model = twin("llama", seed=1)
     prompt = torch.arange(5, 17)
     with torch.no_grad():
-        want = model.generate(prompt[None], do_sample=False, max_new_tokens=60, eos_token_id=None)[0, 12:].tolist()
+        want = model.generate(prompt[None], do_sample=False, max_new_tokens=60, eos_token_id=None)[
+            0, 12:
+        ].tolist()
     decoder = NativeDecoder(model.config, model.state_dict(), head="bfloat16", cache="float32", capacity=80)
     seconds: list[float] = []
     assert decoder.generate_greedy(prompt, 60, seconds=seconds) == want

@@ -43,5 +43,7 @@ def test_sizes_pinning_and_fork(library_path, threads, pin):
         "QUANTKIT_PIN": pin,
         "PYTHONPATH": os.pathsep.join([here, *sys.path]),
     }
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr

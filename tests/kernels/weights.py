@@ -16,7 +16,9 @@ def random_weight(scheme: Scheme, rows: int, cols: int, *, order: bool = False, 
     shape = (rows, scheme.groups(cols))
     codes = torch.randint(0, scheme.max_code + 1, (rows, cols), dtype=torch.uint8, generator=g)
     scale = torch.randn(shape, generator=g) * 0.01
-    scale = round_scale(scale if scheme.symmetric else scale.abs(), scheme).to(getattr(torch, scheme.scale_dtype))
+    scale = round_scale(scale if scheme.symmetric else scale.abs(), scheme).to(
+        getattr(torch, scheme.scale_dtype)
+    )
     zero = None
     if not scheme.symmetric:
         zero = torch.randint(0, scheme.max_code + 1, shape, dtype=torch.uint8, generator=g)
@@ -42,7 +44,9 @@ def rounding_step(x: Tensor, weight: QuantWeight, request: Request) -> Tensor:
 OUTPUT_ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
-def check(y: Tensor, x: Tensor, weight: QuantWeight, bias: Tensor | None, request: Request, label: str) -> None:
+def check(
+    y: Tensor, x: Tensor, weight: QuantWeight, bias: Tensor | None, request: Request, label: str
+) -> None:
     """Assert that y is x @ W^T + bias in exact arithmetic, up to 1e-5 of it, the rounding of x and that of y."""
     w = weight.dequantize(torch.float64)
     exact = x.double() @ w.T + (0 if bias is None else bias.double())

@@ -1,8 +1,8 @@
 """Quantized linear layers: one operation, several backends, each a module of this folder.
 
-A backend module has ``PRIORITY`` (the highest that does not refuse is taken), ``why_not(request)`` (None, or the
-sentence that says why not) and ``prepare(weight, bias, request)``, which repacks a QuantWeight for its kernels and
-returns a callable ``x [..., in] -> y [..., out]``. Modules without ``why_not`` are helpers.
+A backend module has ``PRIORITY`` (the highest that does not refuse is taken), ``why_not(request)`` (None, or
+the sentence that says why not) and ``prepare(weight, bias, request)``, which repacks a QuantWeight for its
+kernels and returns a callable ``x [..., in] -> y [..., out]``. Modules without ``why_not`` are helpers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from quantkit.plugins import suggest
 from quantkit.qweight import QuantWeight
 from quantkit.scheme import Scheme
 
+CPU = torch.device("cpu")
 PRECISIONS = ("exact", "int16", "bf16", "int8")
 
 
@@ -33,9 +34,9 @@ class Request:
     """What a linear layer is asked to do.
 
     scheme, rows (out), cols (in), has_order: the weight. device, dtype: of the activations.
-    precision: "exact" (the products lose nothing: bf16 dot for bf16 activations, else fp32), "int16" (activations
-        rounded to 2^-16 of the largest in their group: the fastest on CPUs at nearly fp32's accuracy), "bf16"
-        (rounded to bf16), or "int8" (rounded to int8, one scale per group). A scheme with int8 activations is
+    precision: "exact" (the products lose nothing: bf16 dot for bf16 activations, else fp32), "int16"
+        (activations rounded to 2^-16 of the largest in their group: the fastest on CPUs at nearly fp32's
+        accuracy), "bf16" (rounded to bf16), or "int8" (rounded to int8, one scale per group). A scheme with int8 activations is
         always computed with one int8 scale per token, as its name says.
     """
 
@@ -43,13 +44,15 @@ class Request:
     rows: int
     cols: int
     has_order: bool = False
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     dtype: torch.dtype = torch.bfloat16
     precision: str = "exact"
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
-            raise ValueError(f"unknown precision {self.precision!r}: {suggest(self.precision, list(PRECISIONS))}")
+            raise ValueError(
+                f"unknown precision {self.precision!r}: {suggest(self.precision, list(PRECISIONS))}"
+            )
 
     @staticmethod
     def of(
@@ -59,7 +62,9 @@ class Request:
         precision: str = "exact",
     ) -> Request:
         rows, cols = weight.shape
-        return Request(weight.scheme, rows, cols, weight.order is not None, torch.device(device), dtype, precision)
+        return Request(
+            weight.scheme, rows, cols, weight.order is not None, torch.device(device), dtype, precision
+        )
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,9 @@ class Choice:
 @functools.cache
 def backends() -> dict[str, ModuleType]:
     """Backend modules by name, most preferred first."""
-    modules = {m.name: importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)}
+    modules = {
+        m.name: importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
+    }
     offered = {name: module for name, module in modules.items() if hasattr(module, "why_not")}
     return dict(sorted(offered.items(), key=lambda item: -item[1].PRIORITY))
 
@@ -93,7 +100,9 @@ def choose(request: Request, backend: str | None = None) -> Choice:
             return Choice(name, refusals)
         refusals[name] = reason
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
-    raise NoBackend(f"no kernel for {request.scheme} {request.rows}x{request.cols} on {request.device}: {reasons}")
+    raise NoBackend(
+        f"no kernel for {request.scheme} {request.rows}x{request.cols} on {request.device}: {reasons}"
+    )
 
 
 def prepare(

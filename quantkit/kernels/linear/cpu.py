@@ -57,14 +57,29 @@ def _weight(pointer: int, *shape: int) -> native.CWeight:
             _weights.clear()
         rows, cols, bits, group, scale_type, parts = shape
         c_shape = native.CShape(
-            rows, cols, bits, group, scale_type, bool(parts & _ZERO), bool(parts & _ORDER), bool(parts & _BIAS)
+            rows,
+            cols,
+            bits,
+            group,
+            scale_type,
+            bool(parts & _ZERO),
+            bool(parts & _ORDER),
+            bool(parts & _BIAS),
         )
         weight = _weights[key] = native.CWeight(c_shape, pointer)
     return weight
 
 
 def _linear_cpu(
-    x: Tensor, packed: Tensor, rows: int, cols: int, bits: int, group: int, scale_type: int, parts: int, precision: int
+    x: Tensor,
+    packed: Tensor,
+    rows: int,
+    cols: int,
+    bits: int,
+    group: int,
+    scale_type: int,
+    parts: int,
+    precision: int,
 ) -> Tensor:
     if x.shape[-1] != cols:
         raise ValueError(f"x has {x.shape[-1]} columns, the weight {cols}")
@@ -80,7 +95,15 @@ def _linear_cpu(
 
 
 def _linear_shape(
-    x: Tensor, packed: Tensor, rows: int, cols: int, bits: int, group: int, scale_type: int, parts: int, precision: int
+    x: Tensor,
+    packed: Tensor,
+    rows: int,
+    cols: int,
+    bits: int,
+    group: int,
+    scale_type: int,
+    parts: int,
+    precision: int,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], rows))
 

@@ -32,7 +32,7 @@ def round_int8(x: Tensor, steps: int = 1) -> Tensor:
 def round_activations(x: Tensor, request: Request, order: Tensor | None = None) -> Tensor:
     """What the kernels make of float32 activations ``x [..., in]`` before they multiply.
 
-    int8 per token for W8A8 schemes; for "int8" and "int16" per group of columns (in the act-order); bf16 for "bf16".
+    int8 per token for W8A8 schemes; "int8" and "int16" round per group of columns (in the act-order).
     """
     if request.scheme.activation == "int8":
         return round_int8(x)
