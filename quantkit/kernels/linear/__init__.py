@@ -36,8 +36,8 @@ class Request:
     scheme, rows (out), cols (in), has_order: the weight. device, dtype: of the activations.
     precision: "exact" (the products lose nothing: bf16 dot for bf16 activations, else fp32), "int16"
         (activations rounded to 2^-16 of the largest in their group: the fastest on CPUs at nearly fp32's
-        accuracy), "bf16" (rounded to bf16), or "int8" (rounded to int8, one scale per group). A scheme with int8 activations is
-        always computed with one int8 scale per token, as its name says.
+        accuracy), "bf16" (rounded to bf16), or "int8" (rounded to int8, one scale per group). A scheme with
+        int8 activations is always computed with one int8 scale per token, as its name says.
     """
 
     scheme: Scheme
