@@ -313,6 +313,8 @@ def _split_scheme(fmt: ModuleType, scheme: Scheme, rows: int, columns: int) -> S
     reason = fmt.why_not(scheme, rows, columns)
     if reason is None:
         return scheme
+    if scheme.activation:
+        raise CannotStore(reason)  # W8A8 has no groups
     old = scheme.group or columns
     for group in SPLITS:
         if group < old and old % group == 0 and columns % group == 0:

@@ -24,6 +24,7 @@ from quantkit.pipeline import Progress, Timings, run
 from quantkit.plan import Names, Plan, make_plan
 from quantkit.recipe import Recipe
 from quantkit.resolve import resolve_model
+from quantkit.runtime_rules import lint
 from quantkit.sizes import show_size
 from quantkit.skeleton import build_skeleton
 from quantkit.workdir import ModuleReport, WorkFolder
@@ -60,7 +61,16 @@ def prepare(model: str, recipe: Recipe, trust_remote_code: bool = False) -> Job:
     config = load_config(source, trust_remote_code)
     skeleton = build_skeleton(config, trust_remote_code=trust_remote_code)
     spec = spec_for(config, skeleton)
-    return Job(model, source, spec, make_plan(source, spec, recipe), skeleton, trust_remote_code)
+    job = Job(model, source, spec, make_plan(source, spec, recipe), skeleton, trust_remote_code)
+    if recipe.export.runtime:
+        job.plan.warnings += refusals(job, recipe.export.runtime)
+    return job
+
+
+def refusals(job: Job, runtime: str, tp: int = 1) -> list[str]:
+    """Sentences why ``runtime`` on ``tp`` ranks would refuse the planned output; see runtime_rules.lint."""
+    modules = {p.module: (p.scheme, (p.rows, p.columns)) for p in job.plan.layers}
+    return lint(runtime, job.plan.format, modules, job.spec.fused, tp)
 
 
 def check_output(out: Path, overwrite: bool, need: int) -> None:

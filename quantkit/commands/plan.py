@@ -13,16 +13,26 @@ from quantkit.commands._recipe_options import build_recipe, recipe_options
 @click.command("plan")
 @recipe_options
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+@click.option("--for", "runtime", metavar="RUNTIME", help="What vllm, vllm-cpu, sglang, tgi, transformers or llama.cpp refuses.")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks, for --for.")
 @click.option("--all", "show_all", is_flag=True, help="Every module, not one line per kind.")
-def command(model: str, trust_remote_code: bool, as_json: bool, show_all: bool, **options) -> None:
-    """Show what `quantize MODEL` with the same options would do. No weight is read, nothing is written."""
+@click.pass_context
+def command(
+    ctx: click.Context, model: str, trust_remote_code: bool, as_json: bool, show_all: bool, runtime: str | None, tp: int, **options,
+) -> None:  # fmt: skip
+    """Show what `quantize MODEL` with the same options would do. No weight is read, nothing is written.
+
+    With --for the exit code is 1 when that runtime would refuse the result.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    from quantkit.quantize import prepare
+    from quantkit.quantize import prepare, refusals
     from quantkit.sizes import show_size
 
-    plan = prepare(model, build_recipe(**options), trust_remote_code).plan
+    job = prepare(model, build_recipe(**options), trust_remote_code)
+    plan = job.plan
+    refused = refusals(job, runtime, tp) if runtime else []
     if as_json:
         click.echo(
             json.dumps(
@@ -34,6 +44,7 @@ def command(model: str, trust_remote_code: bool, as_json: bool, show_all: bool, 
                     "disk_bytes": plan.disk_bytes,
                     "bits_per_weight": plan.bits_per_weight,
                     "warnings": plan.warnings,
+                    "refused": refused,
                     "modules": [
                         {
                             "module": p.module,
@@ -48,7 +59,7 @@ def command(model: str, trust_remote_code: bool, as_json: bool, show_all: bool, 
                 indent=2,
             )
         )
-        return
+        ctx.exit(1 if refused else 0)
     console = Console()
     table = Table()
     for head in ("module", "shape", "scheme", "solver", "reason"):
@@ -67,3 +78,9 @@ def command(model: str, trust_remote_code: bool, as_json: bool, show_all: bool, 
     console.print(f"peak memory about {show_size(plan.peak_bytes)} above the interpreter; disk {show_size(plan.disk_bytes)}")
     for warning in plan.warnings:
         console.print(f"[yellow]note:[/] {warning}")
+    for sentence in refused:
+        console.print(f"[red]{runtime}:[/] {sentence}", highlight=False)
+    if runtime and not refused:
+        console.print(f"nothing known stands against {runtime}" + (f" on {tp} ranks" if tp > 1 else ""))
+    if refused:
+        ctx.exit(1)
