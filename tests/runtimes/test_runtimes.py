@@ -1,0 +1,124 @@
+"""Our exports of a real model in real runtimes, against our own arithmetic. `make test-runtimes` runs these.
+
+The model is quantized without data (recipe "fast" with plain ranges: scales of either sign), so that what is tried
+is the format, not the method. A runtime that is not installed fails the test that needs it, with the way to get it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit import recipe as recipes
+from quantkit.convert import export
+from quantkit.load import iterate
+from quantkit.quantize import quantize
+from quantkit.qweight import QuantWeight
+from quantkit.recipe import Recipe
+from quantkit.verify import GATE, verify
+
+pytestmark = pytest.mark.runtime
+# llama.cpp quantizes activations to 8 bits, vLLM's W8A8 rounds them in bfloat16: measured, see docs/runtimes.md
+GATES = {"llama.cpp": 5e-3}
+
+
+def fast(**weights) -> Recipe:
+    base = recipes.load("fast").model_dump(mode="json")
+    base["rules"][0]["weights"].update(weights)
+    base["rules"][0]["options"] = {"grid": "minmax", "signed": True}
+    return recipes.parse(base, "test")
+
+
+@pytest.fixture(scope="session")
+def original() -> Path:
+    from quantkit.default_model import default_model
+
+    chosen = os.environ.get("QUANTKIT_TEST_MODEL")
+    return Path(chosen) if chosen else default_model()
+
+
+@pytest.fixture(scope="session")
+def made(original, tmp_path_factory):
+    """made("W4 sym") -> a compressed-tensors folder; made("W4 sym", "gptq") -> exported from it."""
+    home, cache = tmp_path_factory.mktemp("runtimes"), {}
+    schemes = {
+        "W4 sym": {},
+        "W4 asym": {"symmetric": False},
+        "W8": {"bits": 8, "group": 0},
+        "W8A8": {"bits": 8, "group": 0, "activation": "int8"},
+    }
+
+    def get(scheme: str, fmt: str = "compressed-tensors") -> Path:
+        if (scheme, fmt) not in cache:
+            stem = f"{scheme}-{fmt}".replace(" ", "-")
+            if fmt == "compressed-tensors":
+                cache[scheme, fmt] = quantize(str(original), home / stem, fast(**schemes[scheme])).folder
+            else:
+                out = home / (f"{stem}.gguf" if fmt == "gguf" else stem)
+                cache[scheme, fmt] = export(get(scheme), fmt, out, allow_rounding=fmt == "gguf").out
+        return cache[scheme, fmt]
+
+    return get
+
+
+def record(case: str, runtime: str, facts: dict, words: str) -> None:
+    """Append a row to $QUANTKIT_ROWS, if that is set."""
+    if file := os.environ.get("QUANTKIT_ROWS"):
+        with open(file, "a", encoding="utf-8") as f:
+            f.write(json.dumps({"case": case, "runtime": runtime, **facts, "said": words}) + "\n")
+
+
+ACCEPTED = [
+    ("W4 sym", "compressed-tensors", "vllm"),
+    ("W4 asym", "compressed-tensors", "vllm"),
+    ("W8A8", "compressed-tensors", "vllm"),
+    ("W4 sym", "gptq", "vllm"),
+    ("W4 sym", "awq", "vllm"),
+    ("W4 asym", "awq", "vllm"),
+    ("W4 sym", "gguf", "llama.cpp"),
+    ("W4 asym", "gguf", "llama.cpp"),
+    ("W8", "gguf", "llama.cpp"),
+    ("W4 sym", "compressed-tensors", "transformers"),
+    ("W8", "compressed-tensors", "transformers"),
+    ("W8A8", "compressed-tensors", "transformers"),
+    ("W4 sym", "gguf", "transformers"),
+    ("W4 asym", "gguf", "transformers"),
+]
+REFUSED = [("W4 asym", "gptq", "vllm"), ("W8", "compressed-tensors", "vllm")]
+
+
+@pytest.mark.parametrize("scheme, fmt, runtime", ACCEPTED, ids=" in ".join)
+def test_agrees_with_our_arithmetic(scheme, fmt, runtime, made):
+    gate = GATES.get(runtime, GATE)
+    report = verify(made(scheme, fmt), runtime, gate=gate)
+    words = "; ".join(map(str, report.findings))
+    record(f"{scheme} {fmt}", runtime, report.facts, words)
+    assert report.sound, words
+    assert report.facts["kl"] < gate and report.facts["same top token"] > 0.9
+
+
+@pytest.mark.parametrize("scheme, fmt, runtime", REFUSED, ids=" in ".join)
+def test_refusals_are_told_in_the_runtimes_words(scheme, fmt, runtime, made):
+    """These pin what runtime_rules says; a runtime that learns to load them makes the test fail, and the rule go."""
+    from quantkit.model_card import modules_of_plan
+    from quantkit.runtime_rules import lint
+
+    folder = made(scheme, fmt)
+    report = verify(folder, runtime)
+    words = "; ".join(map(str, report.findings))
+    record(f"{scheme} {fmt}", runtime, report.facts, words)
+    assert not report.sound and "does not load it" in words
+    manifest = json.loads((folder / "quantkit.json").read_text())
+    assert lint("vllm-cpu", fmt, modules_of_plan(manifest))
+
+
+def test_scales_of_either_sign_are_in_what_was_tried(made):
+    for fmt in ("compressed-tensors", "gptq", "awq"):
+        scales = [v.scale for _, v in iterate(made("W4 sym", fmt)) if isinstance(v, QuantWeight)]
+        negative = sum(int((s < 0).sum()) for s in scales) / sum(s.numel() for s in scales)
+        assert 0.2 < negative < 0.8, f"{fmt}: {negative:.1%} of the scales are negative"
+        assert all(bool(torch.isfinite(s.float()).all()) for s in scales)
