@@ -1,6 +1,7 @@
 """What can be wrong with a checkpoint on disk, found without running it; shared by verify and repair.
 
-Each finding has a code by which repair knows its remedy, a sentence that names the culprit, and facts for the remedy.
+Each finding has a code by which repair knows its remedy, a sentence that names the culprit, and facts for the
+remedy.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """code: short and stable ("zero-points"). message: what is wrong, with the culprit's name. severe: whether the
-    folder is unfit because of it. facts: for the remedy."""
+    """code: short and stable ("zero-points"). message: what is wrong, with the culprit's name. severe:
+    whether the folder is unfit because of it. facts: for the remedy."""
 
     code: str
     message: str
@@ -89,7 +90,7 @@ def check(folder: Path, trust_remote_code: bool = False) -> list[Finding]:
     return found
 
 
-# --------------------------------------------------------------------------------------------- against the manifest
+# -------------------------------------------------------------------------------- against the manifest
 
 
 def _hashes_of_files(folder: Path) -> list[Finding]:
@@ -151,7 +152,8 @@ def _against_manifest(source: Source, manifest: Mapping[str, Any]) -> Iterator[F
 
 
 def explain(name: str, info: TensorInfo, expected: str) -> tuple[str, str]:
-    """How a changed tensor differs from the one that was hashed, where it is a known accident; and the code."""
+    """How a changed tensor differs from the one that was hashed, where it is a known accident; and the
+    code."""
     import hashlib
 
     def hashed(t: Tensor) -> str:
@@ -206,13 +208,14 @@ def _against_plan(
             out.append(
                 Finding(
                     "plan",
-                    f"{module} is {value.scheme} {value.shape} in the files and {want} {planned[module]['shape']} in the plan",
+                    f"{module} is {value.scheme} {value.shape} in the files and {want} "
+                    f"{planned[module]['shape']} in the plan",
                 )
             )
     return out
 
 
-# ------------------------------------------------------------------------------------------------ weights and config
+# ---------------------------------------------------------------------------------- weights and config
 
 
 def configured_group(source: Source, fmt: ModuleType, module: str) -> int | None:
@@ -251,7 +254,8 @@ def stored_group(source: Source, fmt: ModuleType, module: str) -> tuple[int, int
 
 
 def group_sizes(source: Source, fmt: ModuleType, stored: Mapping[str, list[str]]) -> list[Finding]:
-    """Modules whose number of scales contradicts the configured group size, one finding for each right size."""
+    """Modules whose number of scales contradicts the configured group size, one finding for each right
+    size."""
     wrong: dict[tuple[int, int], list[str]] = {}
     for module in stored:
         try:
@@ -267,7 +271,8 @@ def group_sizes(source: Source, fmt: ModuleType, stored: Mapping[str, list[str]]
     return [
         Finding(
             "group-size",
-            f"the configuration says group size {said or 'one per row'}, but {modules[0]} and {len(modules) - 1} more hold "
+            f"the configuration says group size {said or 'one per row'}, but {modules[0]} and "
+            f"{len(modules) - 1} more hold "
             f"scales for groups of {held or 'a whole row'}",
             facts={"said": said, "held": held, "modules": modules},
         )
@@ -278,8 +283,9 @@ def group_sizes(source: Source, fmt: ModuleType, stored: Mapping[str, list[str]]
 def zero_points(source: Source, fmt: ModuleType, stored: Mapping[str, list[str]]) -> list[Finding]:
     """GPTQ files whose zero points make sense only in the other convention (v1 stores zero - 1, v2 the zero).
 
-    Symmetric weights: all zeros are the midpoint in one reading only. Asymmetric ones: trained weights are centred
-    about zero, so the mean of (code - zero) over all groups is near 0 in the right reading and near 1 in the wrong.
+    Symmetric weights: all zeros are the midpoint in one reading only. Asymmetric ones: trained weights are
+    centred about zero, so the mean of (code - zero) over all groups is near 0 in the right reading and near 1
+    in the wrong.
     """
     if fmt is not gptq or not stored:
         return []
@@ -303,14 +309,28 @@ def zero_points(source: Source, fmt: ModuleType, stored: Mapping[str, list[str]]
             return []  # tensors that do not unpack are named by the reading of the weights
     facts = {"said": said, "right": other}
     if midpoints[other] and not midpoints[said] and symmetric:
-        return [Finding("zero-points", f"read as checkpoint_format {said!r} no symmetric zero point is the midpoint, read as "
-                        f"{other!r} all are", facts=facts)]  # fmt: skip
+        return [
+            Finding(
+                "zero-points",
+                f"read as checkpoint_format {said!r} no symmetric zero point is the "
+                "midpoint, read as "
+                f"{other!r} all are",
+                facts=facts,
+            )
+        ]
     if symmetric or midpoints[said]:
         return []
     mine, theirs = (abs(sum(shifts[v]) / len(shifts[v])) for v in (said, other))
     if mine > 0.6 and theirs < 0.4:
-        return [Finding("zero-points", f"read as checkpoint_format {said!r} the weights lie {mine:.2f} steps off zero on average, read "
-                        f"as {other!r} {theirs:.2f}", facts=facts)]  # fmt: skip
+        return [
+            Finding(
+                "zero-points",
+                f"read as checkpoint_format {said!r} the weights lie {mine:.2f} "
+                "steps off zero on average, read "
+                f"as {other!r} {theirs:.2f}",
+                facts=facts,
+            )
+        ]
     return []
 
 
@@ -341,7 +361,8 @@ def _zeros_and_codes(source: Source, module: str, bits: int, version: str) -> tu
 
 
 def _weights(model: Model, fmt: ModuleType, stored: Mapping[str, list[str]], skip: bool) -> list[Finding]:
-    """Every module unpacks, has the model's shape and finite scales. skip: leave out what a cause already named."""
+    """Every module unpacks, has the model's shape and finite scales. skip: leave out what a cause already
+    named."""
     out: list[Finding] = []
     shapes: dict[str, tuple[int, int]] = {}
     for name, module in model.skeleton.named_modules():
@@ -404,15 +425,23 @@ def ignore_list(source: Source, fmt: ModuleType, stored: Mapping[str, list[str]]
     floats = [
         n.removesuffix(".weight")
         for n, info in source.tensors.items()
-        if n.endswith(".weight") and n not in taken and len(info.shape) == 2 and info.dtype.is_floating_point
+        if n.endswith(".weight")
+        and n not in taken
+        and len(info.shape) == 2
+        and info.dtype.is_floating_point
         and not any(part in n for part in ("embed", "wte", "wpe"))
-    ]  # fmt: skip
+    ]
     absent = [m for m in floats if not excluded(fmt, quantization, m)]
     if not absent:
         return []
     more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-    return [Finding("ignore-list", f"{absent[0]}{more} is not quantized in the files, but the configuration does not exclude it",
-                    facts={"modules": absent, "quantized": list(stored)})]  # fmt: skip
+    return [
+        Finding(
+            "ignore-list",
+            f"{absent[0]}{more} is not quantized in the files, but the configuration does not exclude it",
+            facts={"modules": absent, "quantized": list(stored)},
+        )
+    ]
 
 
 def tie_flag(model: Model, stored: Mapping[str, list[str]]) -> list[Finding]:
@@ -422,8 +451,13 @@ def tie_flag(model: Model, stored: Mapping[str, list[str]]) -> list[Finding]:
     head, embed = model.names.tensor(f"{spec.head}.weight"), model.names.tensor(f"{spec.embed}.weight")
     own = head in source or spec.head in stored
     if not tied and not own:
-        return [Finding("tie-flag", f"tie_word_embeddings is false, but there is no {spec.head}.weight: the head would be random",
-                        facts={"right": True})]  # fmt: skip
+        return [
+            Finding(
+                "tie-flag",
+                f"tie_word_embeddings is false, but there is no {spec.head}.weight: the head would be random",
+                facts={"right": True},
+            )
+        ]
     if not tied or not own:
         return []
     if spec.head in stored:
@@ -438,8 +472,13 @@ def tie_flag(model: Model, stored: Mapping[str, list[str]]) -> list[Finding]:
     if b is not None and (
         a.shape != b.shape or not torch.equal(source.tensor(head).float(), source.tensor(embed).float())
     ):
-        return [Finding("tie-flag", f"tie_word_embeddings is true, but {head} differs from {embed}: loaders would drop it",
-                        facts={"right": False})]  # fmt: skip
+        return [
+            Finding(
+                "tie-flag",
+                f"tie_word_embeddings is true, but {head} differs from {embed}: loaders would drop it",
+                facts={"right": False},
+            )
+        ]
     return []
 
 
@@ -476,7 +515,7 @@ def _missing(model: Model, stored: Mapping[str, list[str]], tie_is_wrong: bool) 
     ]
 
 
-# ------------------------------------------------------------------------------------------------------ side files
+# ------------------------------------------------------------------------------------------ side files
 
 
 def chat_template(folder: Path) -> str | None:

@@ -1,7 +1,7 @@
 """From one checkpoint format to another without new rounding, or a refusal that says what would be lost.
 
-Two passes, one tensor in memory at a time: the first finds the scheme each weight has in the target, the second
-writes. What was written is read back and compared before the staged output is renamed into its place.
+Two passes, one tensor in memory at a time: the first finds the scheme each weight has in the target, the
+second writes. What was written is read back and compared before the staged output is renamed into its place.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ EMBEDDINGS = ("embed", ".wte", ".wpe", "wte.", "wpe.")
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A weight's scheme in the target. scale_error: largest absolute error of casting its scales; steps: largest
-    error of the target's own arithmetic as a fraction of a quantization step. Both 0.0 when exact."""
+    """A weight's scheme in the target. scale_error: largest absolute error of casting its scales; steps:
+    largest error of the target's own arithmetic as a fraction of a quantization step. Both 0.0 when exact."""
 
     shape: tuple[int, int]
     scheme: Scheme
@@ -60,7 +60,8 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """out: what was written. notes: what a user should know. rounding: largest error, in words; "" when exact."""
+    """out: what was written. notes: what a user should know. rounding: largest error, in words; "" when
+    exact."""
 
     out: Path
     modules: int
@@ -81,16 +82,18 @@ def export(
 ) -> Exported:
     """Write ``source`` (folder or .gguf) in another format as the new ``out`` (a .gguf file for gguf).
 
-    allow_rounding: accept what the target rounds (scales to float16, Q4_1's offset), and its size is reported.
-    keep_floats: store weights that are no integer grid (llama.cpp's K-quants, NF4) as floats instead of refusing.
-    Raises UserError for what cannot be converted exactly, VerificationError when the output reads back otherwise.
+    allow_rounding: accept what the target rounds (scales to float16, Q4_1's offset), and its size is
+    reported. keep_floats: store weights that are no integer grid (llama.cpp's K-quants, NF4) as floats
+    instead of refusing. Raises UserError for what cannot be converted exactly, VerificationError when the
+    output reads back otherwise.
     """
     opened, out = open_any(source), Path(out)
     _check_request(opened, format_name, out)
     fmt = plugins.load("formats", format_name)
     survey = _Survey(opened, fmt, allow_rounding, keep_floats)
     tell(
-        f"{len(survey.fits)} quantized weights, all of them {'exact' if not survey.rounding else 'stored with ' + survey.rounding}"
+        f"{len(survey.fits)} quantized weights, all of them "
+        f"{'exact' if not survey.rounding else 'stored with ' + survey.rounding}"
     )
     if out.is_file() and overwrite and format_name == "gguf":
         check_output(out.with_name(f".{out.name}.new"), False, survey.nbytes)
@@ -117,7 +120,8 @@ def _check_request(opened: Opened, format_name: str, out: Path) -> None:
         raise UserError(f"cannot export to {format_name!r}: {plugins.suggest(format_name, list(TARGETS))}")
     if opened.format == UNQUANTIZED and format_name != "gguf":
         raise UserError(
-            f"{opened.path} is not quantized; use `quantkit quantize {opened.path.name} --format {format_name}`"
+            f"{opened.path} is not quantized; use `quantkit quantize {opened.path.name} --format "
+            f"{format_name}`"
         )
     if opened.format == format_name:
         raise UserError(f"{opened.path} already is {format_name}; nothing to convert")
@@ -158,14 +162,17 @@ class _Survey:
         if refused:
             name, reason = refused[0]
             raise UserError(
-                f"{fmt.NAME} cannot hold {len(refused)} of {len(refused) + len(self.fits)} weights of {opened.path.name}, "
+                f"{fmt.NAME} cannot hold {len(refused)} of {len(refused) + len(self.fits)} weights of "
+                f"{opened.path.name}, "
                 f"first {name}: {reason}"
             )
         if grids_lost and not keep_floats:
             kinds = sorted({opened.kinds.get(n, opened.format) for n in grids_lost})
             raise UserError(
-                f"{len(grids_lost)} weights of {opened.path.name} ({', '.join(kinds)}; first {grids_lost[0]}) lie on no grid "
-                "of integer codes and zero points, so converting them would round anew; quantize the original model, or "
+                f"{len(grids_lost)} weights of {opened.path.name} ({', '.join(kinds)}; first "
+                f"{grids_lost[0]}) lie on no grid "
+                "of integer codes and zero points, so converting them would round anew; quantize the "
+                "original model, or "
                 "keep these as floats with --keep-floats"
             )
         if fmt.NAME == "awq":
@@ -209,7 +216,8 @@ class _Survey:
         return set(quantized_modules(Source(self._opened.path), plugins.load("formats", self._opened.format)))
 
     def _float_dtype(self, value: Tensor, allow_rounding: bool) -> torch.dtype:
-        """The stored dtype of a float tensor: folders keep theirs, GGUF's float32 shrinks where that is exact."""
+        """The stored dtype of a float tensor: folders keep theirs, GGUF's float32 shrinks where that is
+        exact."""
         if not self._opened.is_gguf or value.dtype != torch.float32 or self._fmt.NAME == "gguf":
             return value.dtype
         exact = torch.equal(value.to(self.dtype).float(), value)
@@ -230,7 +238,8 @@ class _Survey:
                 )
 
     def _rounding(self, allowed: bool) -> str:
-        """The largest error in words, "" when exact. Raises UserError when there is one and it is not allowed."""
+        """The largest error in words, "" when exact. Raises UserError when there is one and it is not
+        allowed."""
         worst_scale = max(self.fits, key=lambda n: self.fits[n].scale_error, default=None)
         worst_step = max(self.fits, key=lambda n: self.fits[n].steps, default=None)
         said = []
@@ -238,23 +247,27 @@ class _Survey:
             f = self.fits[worst_scale]
             count = sum(1 for x in self.fits.values() if x.scale_error)
             said.append(
-                f"scales of {count} weights rounded to {f.scheme.scale_dtype}, largest error {f.scale_error:.3g} in {worst_scale}"
+                f"scales of {count} weights rounded to {f.scheme.scale_dtype}, largest error "
+                f"{f.scale_error:.3g} in {worst_scale}"
             )
         if worst_step and self.fits[worst_step].steps:
             count = sum(1 for x in self.fits.values() if x.steps)
             said.append(
-                f"Q4_1 offsets of {count} weights rounded to float16, largest error {self.fits[worst_step].steps:.4f} "
+                f"Q4_1 offsets of {count} weights rounded to float16, largest error "
+                f"{self.fits[worst_step].steps:.4f} "
                 f"of a step in {worst_step}"
             )
         words = "; ".join(said)
         if words and not allowed:
             raise UserError(
-                f"{self._fmt.NAME} cannot hold {self._opened.path.name} exactly: {words}; accept that with --allow-rounding"
+                f"{self._fmt.NAME} cannot hold {self._opened.path.name} exactly: {words}; accept that with "
+                "--allow-rounding"
             )
         return words
 
     def _check_compute_dtype(self) -> None:
-        """Loaders cast scales to the model's dtype: float16 scales in a bfloat16 model would be rounded there."""
+        """Loaders cast scales to the model's dtype: float16 scales in a bfloat16 model would be rounded
+        there."""
         if self._fmt.NAME != "compressed-tensors" or self.dtype != torch.bfloat16:
             return
         if self._opened.is_gguf or self._opened.format in ("gptq", "awq"):
@@ -262,7 +275,8 @@ class _Survey:
                 if isinstance(value, QuantWeight) and cast_scale(value.scale, torch.bfloat16)[1]:
                     self.dtype = torch.float16
                     self.notes.append(
-                        f"config.json says dtype float16: the scales (first of {name}) are exact there and not in bfloat16"
+                        f"config.json says dtype float16: the scales (first of {name}) are exact there and "
+                        "not in bfloat16"
                     )
                     return
 
@@ -285,7 +299,8 @@ class _Survey:
                 quantization["kv_cache_scheme"] = kv
             else:
                 self.notes.append(
-                    f"the KV-cache scheme of {self._opened.format} is left behind: {self._fmt.NAME} has no place for it"
+                    f"the KV-cache scheme of {self._opened.format} is left behind: {self._fmt.NAME} has no "
+                    "place for it"
                 )
         return layout, quantization
 
@@ -332,7 +347,7 @@ def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and name.endswith(".weight") and not _is_embedding(name)
 
 
-# ------------------------------------------------------------------------------------------------ writing
+# --------------------------------------------------------------------------------------------- writing
 
 
 def _adapted(opened: Opened, survey: _Survey) -> Iterator[tuple[str, Tensor | QuantWeight]]:
@@ -405,12 +420,12 @@ def _manifest(opened: Opened, survey: _Survey, fmt: ModuleType, folder: Path) ->
     }
 
 
-# ------------------------------------------------------------------------------------------------ reading back
+# ---------------------------------------------------------------------------------------- reading back
 
 
 def compare(opened: Opened, survey: _Survey, written: Path) -> None:
-    """Read ``written`` and compare every tensor with the source's. Raises VerificationError naming the first that
-    differs. Both are streamed: the source is re-read in the order of the written one's modules."""
+    """Read ``written`` and compare every tensor with the source's. Raises VerificationError naming the first
+    that differs. Both are streamed: the source is re-read in the order of the written one's modules."""
     again = open_any(written)
     want: dict[str, str] = {}
     for name, value in opened.items():

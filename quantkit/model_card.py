@@ -59,7 +59,8 @@ def write_card(folder: Path, rows: Iterable[dict[str, Any]] = ()) -> Path:
     manifest = read_manifest(folder)
     if manifest is None:
         raise UserError(
-            f"{folder} has no quantkit.json, so what to say of it is unknown; a card is for quantkit's own output"
+            f"{folder} has no quantkit.json, so what to say of it is unknown; a card is for quantkit's own "
+            "output"
         )
     config = Source(folder).config
     (folder / CARD).write_text(card(manifest, config, list(rows)), encoding="utf-8")
@@ -154,7 +155,8 @@ def _calibration(manifest: Mapping[str, Any]) -> list[str]:
         return ["## Calibration\n\nNone: the method needs no data."]
     calib = recipe["calib"]
     return [
-        f"## Calibration\n\nSource `{Path(calib['source']).name}`, {calib['samples']} windows of {calib['seq_len']} tokens, "
+        f"## Calibration\n\nSource `{Path(calib['source']).name}`, {calib['samples']} windows of "
+        f"{calib['seq_len']} tokens, "
         f"seed {calib['seed']}; sha256 of the tokens `{str(audit.get('sha256', ''))[:16]}`."
     ]
 

@@ -22,7 +22,8 @@ UNQUANTIZED = "unquantized"
 @dataclass(frozen=True, slots=True)
 class Opened:
     """path: as given. format: the format's name, or "unquantized". config: config.json without its
-    quantization_config. quantization: that dictionary, {} for none. kinds: GGML type by tensor name, for gguf."""
+    quantization_config. quantization: that dictionary, {} for none. kinds: GGML type by tensor name, for
+    gguf."""
 
     path: Path
     format: str
@@ -35,7 +36,8 @@ class Opened:
         return self.format == gguf.NAME
 
     def items(self) -> Iterator[tuple[str, Tensor | QuantWeight]]:
-        """Everything in it, one at a time: ("model...q_proj", QuantWeight) and ("model.norm.weight", Tensor)."""
+        """Everything in it, one at a time: ("model...q_proj", QuantWeight) and ("model.norm.weight",
+        Tensor)."""
         return gguf.read(self.path).items() if self.is_gguf else iterate(self.path)
 
     def write_side_files(self, folder: Path) -> None:

@@ -33,7 +33,8 @@ def push(folder: Path, repo: str, *, dry_run: bool = False, private: bool = Fals
     findings = [f for f in verify(folder).findings if f.severe]
     if findings:
         raise UserError(
-            f"{folder} is not fit to be published: {findings[0].message} ({len(findings)} findings; `quantkit verify {folder}`)"
+            f"{folder} is not fit to be published: {findings[0].message} ({len(findings)} findings; "
+            f"`quantkit verify {folder}`)"
         )
     files = files_of(folder)
     if dry_run:
@@ -51,12 +52,16 @@ def push(folder: Path, repo: str, *, dry_run: bool = False, private: bool = Fals
             )
         else:
             api.upload_folder(
-                repo_id=repo, folder_path=folder, repo_type="model", ignore_patterns=ignore,
+                repo_id=repo,
+                folder_path=folder,
+                repo_type="model",
+                ignore_patterns=ignore,
                 commit_message=f"Upload {folder.name} with quantkit",
-            )  # fmt: skip
+            )
     except (HfHubHTTPError, OSError) as e:
         raise UserError(
-            f"the hub did not take {repo}: {e}; log in with `hf auth login`, or give the command again to resume"
+            f"the hub did not take {repo}: {e}; log in with `hf auth login`, or give the command again to "
+            "resume"
         ) from e
     return Sent(files, str(getattr(made, "url", made)))
 

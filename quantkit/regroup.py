@@ -1,4 +1,5 @@
-"""The same weight with other groups, another scale dtype, or an explicit zero point: nothing is rounded unseen."""
+"""The same weight with other groups, another scale dtype, or an explicit zero point: nothing is rounded
+unseen."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def with_zero(weight: QuantWeight) -> QuantWeight:
 
 
 def difference(a: QuantWeight, b: QuantWeight) -> str | None:
-    """None when both stand for the same weights, however grouped and whether or not the zero point is implied;
-    else a sentence naming the first difference."""
+    """None when both stand for the same weights, however grouped and whether or not the zero point is
+    implied; else a sentence naming the first difference."""
     if a.scheme.bits != b.scheme.bits:
         return f"{b.scheme.bits} bits instead of {a.scheme.bits}"
     if a.scheme.activation != b.scheme.activation:

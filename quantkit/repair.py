@@ -22,8 +22,9 @@ from quantkit.qweight import QuantWeight
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """finding: what is wrong. text: what would be done, "" when nothing can be. config: changes config.json in place;
-    copies: file name -> where it is taken from; nibbles: tensors whose bytes' halves are exchanged."""
+    """finding: what is wrong. text: what would be done, "" when nothing can be. config: changes config.json
+    in place; copies: file name -> where it is taken from; nibbles: tensors whose bytes' halves are
+    exchanged."""
 
     finding: Finding
     text: str
@@ -37,7 +38,8 @@ class Remedy:
 
 
 def diagnose(folder: Path, against: Path | None = None, trust_remote_code: bool = False) -> list[Remedy]:
-    """Every finding with its remedy. against: the base model, source of missing files and of the right weights."""
+    """Every finding with its remedy. against: the base model, source of missing files and of the right
+    weights."""
     base = None if against is None else Source(against)
     findings = checks.check(folder, trust_remote_code)
     if base is not None:
@@ -48,7 +50,8 @@ def diagnose(folder: Path, against: Path | None = None, trust_remote_code: bool 
 def repair(
     folder: Path, remedies: list[Remedy], out: Path, *, in_place: bool = False, overwrite: bool = False
 ) -> list[Finding]:
-    """Carry out the possible remedies into the new folder ``out`` and check the result; returns what is still wrong.
+    """Carry out the possible remedies into the new folder ``out`` and check the result; returns what is still
+    wrong.
 
     in_place: ``out`` is ``folder`` itself, replaced only once the mended copy is complete. Raises UserError.
     """
@@ -101,11 +104,12 @@ def _rewrite(source: Source, folder: Path, nibbles: set[str]) -> None:
         raise
 
 
-# ------------------------------------------------------------------------------------------------ against the base
+# ------------------------------------------------------------------------------------ against the base
 
 
 def _compared(folder: Path, base: Source, known: list[Finding]) -> list[Finding]:
-    """What only the base model can tell: files and template that it has, nibbles and zero points that fit it."""
+    """What only the base model can tell: files and template that it has, nibbles and zero points that fit
+    it."""
     try:
         source = Source(folder)
         fmt = format_of(source.config)
@@ -163,17 +167,32 @@ def _fits_better(source: Source, fmt: Any, base: Source) -> list[Finding]:
     mean = {k: v / compared for k, v in distance.items()}
     if best == "nibbles":
         names = tuple(n for m in modules.values() for n in m if _packed_codes(n))
-        return [Finding("nibbles", f"with the nibbles of every byte exchanged the weights are {mean[best]:.3f} from the base, as they are "
-                        f"{mean['as it is']:.3f} (relative distance)", facts={"tensors": names})]  # fmt: skip
-    return [Finding("zero-points", f"read as checkpoint_format {other!r} the weights are {mean[best]:.3f} from the base, as {said!r} "
-                    f"{mean['as it is']:.3f} (relative distance)", facts={"said": said, "right": other})]  # fmt: skip
+        return [
+            Finding(
+                "nibbles",
+                "with the nibbles of every byte exchanged the weights are "
+                f"{mean[best]:.3f} from the base, as they are "
+                f"{mean['as it is']:.3f} (relative distance)",
+                facts={"tensors": names},
+            )
+        ]
+    return [
+        Finding(
+            "zero-points",
+            f"read as checkpoint_format {other!r} the weights are {mean[best]:.3f} "
+            f"from the base, as {said!r} "
+            f"{mean['as it is']:.3f} (relative "
+            "distance)",
+            facts={"said": said, "right": other},
+        )
+    ]
 
 
 def _packed_codes(name: str) -> bool:
     return name.endswith((".qweight", ".weight_packed"))
 
 
-# -------------------------------------------------------------------------------------------------------- remedies
+# -------------------------------------------------------------------------------------------- remedies
 
 
 def _remedy(finding: Finding, folder: Path, base: Source | None) -> Remedy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantkit import runtimes
 from quantkit.checks import Finding, Model, check
@@ -24,16 +25,31 @@ from quantkit.streamed import StreamedModel
 RUNTIMES = ("transformers", "vllm", "llama.cpp")
 # Largest mean KL(ours || runtime) in nats per token. Runtimes compute in bfloat16 or with 8-bit activations.
 GATE = 1e-3
+# vLLM is asked in float16 first: its rounding costs 3e-5 nats (SmolLM2-135M, W4A16), while bfloat16 alone
+# costs 1.5e-3, as much for the unquantized model. Where float16 is refused or overflows, bfloat16 answers and
+# this gate holds.
+BFLOAT16_GATE = 5e-3
+# Activations rounded to 8 bits (llama.cpp always, W8A8) make every tiny difference a different rounding: two
+# correct implementations differ by about what that rounding costs in itself. It is measured each time and
+# allowed this often.
+FLOORS = 3.0
 TOKENS = 40  # a prompt
 PASSAGES = (
-    "The water cycle describes how water moves between the oceans, the air and the land. Heat from the sun turns water "
-    "into vapour, which rises, cools and condenses into clouds, and returns to the ground as rain or snow. Rivers carry it back.",
-    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n\nprint([fibonacci(i) for i in "
+    "The water cycle describes how water moves between the oceans, the air and the land. Heat from the sun "
+    "turns water "
+    "into vapour, which rises, cools and condenses into clouds, and returns to the ground as rain or snow. "
+    "Rivers carry it back.",
+    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return "
+    "a\n\nprint([fibonacci(i) for i in "
     "range(10)])\n# prints the first ten numbers of the sequence, beginning with zero and one\n",
-    "In 1905 the workshop had 12 machines; by 1912 it had 48, and each of them produced 250 parts a day. That is 12,000 parts "
-    "a day, or 3.6 million in a year of 300 working days. The price of a part fell from 15 cents to 9 cents in that time.",
-    "Der Zug nach Hamburg fährt um acht Uhr ab. La bibliothèque est ouverte jusqu'à six heures. El museo está cerrado los lunes, "
-    "pero la tienda abre a las diez de la mañana. We met at the station and walked along the river to the old bridge together.",
+    "In 1905 the workshop had 12 machines; by 1912 it had 48, and each of them produced 250 parts a day. "
+    "That is 12,000 parts "
+    "a day, or 3.6 million in a year of 300 working days. The price of a part fell from 15 cents to 9 cents "
+    "in that time.",
+    "Der Zug nach Hamburg fährt um acht Uhr ab. La bibliothèque est ouverte jusqu'à six heures. El museo "
+    "está cerrado los lunes, "
+    "pero la tienda abre a las diez de la mañana. We met at the station and walked along the river to the "
+    "old bridge together.",
 )
 
 
@@ -57,7 +73,8 @@ def verify(
     gate: float = GATE,
     trust_remote_code: bool = False,
 ) -> Report:
-    """Check a folder or .gguf file; with ``runtime`` load it there and compare; with ``against`` hold it to a base model.
+    """Check a folder or .gguf file; with ``runtime`` load it there and compare; with ``against`` hold it to a
+    base model.
 
     Raises UserError only for a request that makes no sense (an unknown runtime, a path that does not exist).
     """
@@ -96,10 +113,11 @@ def _check_file(path: Path) -> list[Finding]:
 def resemblance(
     folder: Path, base: Path, facts: dict[str, Any], trust_remote_code: bool = False
 ) -> list[Finding]:
-    """Weights against those of the model that they came from: cosine of each quantized module with its original.
+    """Weights against those of the model that they came from: cosine of each quantized module with its
+    original.
 
-    Quantization leaves 0.9 and more even at 2 bits; exchanged nibbles, wrong zero points or permuted rows do not.
-    Rotated or rescaled models differ by intent, so for a recipe with rewrites the finding is not severe.
+    Quantization leaves 0.9 and more even at 2 bits; exchanged nibbles, wrong zero points or permuted rows do
+    not. Rotated or rescaled models differ by intent, so for a recipe with rewrites the finding is not severe.
     """
     from quantkit.checkpoint import read_manifest
     from quantkit.load import format_of, quantized_modules
@@ -132,11 +150,19 @@ def resemblance(
     facts["least cosine with the base"] = worst
     if worst >= 0.8:
         return []
-    return [Finding("base", f"{culprit} does not resemble {base.name}: cosine {worst:.3f}, where quantization leaves more than 0.8; "
-                    "exchanged nibbles, a wrong zero-point convention or another model", severe=not recipe.get("rewrites"))]  # fmt: skip
+    return [
+        Finding(
+            "base",
+            f"{culprit} does not resemble {base.name}: cosine {worst:.3f}, where "
+            "quantization leaves more than 0.8; "
+            "exchanged nibbles, a wrong zero-point convention or another "
+            "model",
+            severe=not recipe.get("rewrites"),
+        )
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------ in a runtime
+# ---------------------------------------------------------------------------------------- in a runtime
 
 
 def prompts(folder: Path, trust_remote_code: bool = False) -> Tensor:
@@ -147,9 +173,56 @@ def prompts(folder: Path, trust_remote_code: bool = False) -> Tensor:
     return torch.tensor([i[:length] for i in ids])
 
 
-def our_logprobs(folder: Path, ids: Tensor, trust_remote_code: bool = False) -> Tensor:
+def eight_bit_blocks(x: Tensor) -> Tensor:
+    """Activations as llama.cpp multiplies them with Q4_0, Q4_1 and Q8_0 weights: 8 bits in blocks of 32
+    (Q8_0).
+
+    d = absmax / 127, codes rounded with the float32 d, d stored in float16; returned dequantized.
+    """
+    blocks = x.float().unflatten(-1, (-1, 32))
+    d = blocks.abs().amax(-1, keepdim=True) / 127
+    codes = torch.round(blocks / d.where(d > 0, 1.0))
+    return (codes * d.half().float()).flatten(-2).to(x.dtype)
+
+
+class ExactActivations(StreamedModel):
+    """Our arithmetic on the stored weights, activations never rounded."""
+
+    def _activation_hooks(self, block: nn.Module, prefix: str) -> list:
+        return []
+
+
+class LlamaCppModel(StreamedModel):
+    """Our arithmetic with llama.cpp's rounding of activations: what that rounding alone costs.
+
+    Inputs of quantized linears are rounded as by :func:`eight_bit_blocks`, those of a bfloat16 head to
+    bfloat16.
+    """
+
+    def _activation_hooks(self, block: nn.Module, prefix: str) -> list:
+        quantized = [
+            module
+            for name, module in block.named_modules()
+            if isinstance(module, nn.Linear)
+            and module.in_features % 32 == 0
+            and self._is_quantized(f"{prefix}.{name}")
+        ]
+        return [m.register_forward_pre_hook(lambda _, args: (eight_bit_blocks(args[0]),)) for m in quantized]
+
+    def _is_quantized(self, name: str) -> bool:
+        marker = self._format.marker if self._format is not None else ""
+        return self._names.tensor(name + marker).removesuffix(marker) in self._stored
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        rounds = self.source.dtype == torch.bfloat16
+        return super().logits(hidden.bfloat16().float() if rounds else hidden)
+
+
+def our_logprobs(
+    folder: Path, ids: Tensor, trust_remote_code: bool = False, kind: type[StreamedModel] = StreamedModel
+) -> Tensor:
     """float32 log-probabilities ``[prompts, tokens, vocabulary]`` by our own arithmetic."""
-    model = StreamedModel(folder, trust_remote_code)
+    model = kind(folder, trust_remote_code)
     hidden = model.hidden_states(ids, batch=len(ids))
     model.load_head()
     return torch.stack([model.logits(h).log_softmax(-1) for h in hidden])
@@ -168,20 +241,59 @@ def _in_runtime(path: Path, runtime: str, report: Report, gate: float, trust_rem
             if done.rounding:
                 report.facts["export to gguf"] = done.rounding
         ids = prompts(folder, trust_remote_code)
+        ours = our_logprobs(folder, ids, trust_remote_code)
+        dtype = ""
         if runtime == "transformers":
-            theirs = _transformers_logprobs(subject, ids, trust_remote_code)
-            ours = our_logprobs(folder, ids, trust_remote_code)
-            agreement = compare_full(ours, theirs)
+            agreement = compare_full(ours, _transformers_logprobs(subject, ids, trust_remote_code))
         else:
-            answer = runtimes.ask(runtime, subject, ids.tolist())
+            answer, dtype = _answer(runtime, subject, ids)
             report.facts["version"] = answer["version"]
-            agreement = compare_answers(our_logprobs(folder, ids, trust_remote_code), answer["prompts"], ids)
+            agreement = compare_answers(ours, answer["prompts"], ids)
+        floor = _rounding_floor(folder, runtime, ids, ours, trust_remote_code)
+    if dtype:
+        report.facts["computed in"] = dtype
+    if floor:
+        report.facts["KL of rounded activations"] = floor
+    gate = max(gate, FLOORS * floor, BFLOAT16_GATE if dtype == "bfloat16" else 0.0)
     report.facts.update(agreement)
     if not agreement["kl"] < gate:
         report.findings.append(
-            Finding("runtime", f"{runtime} loads it and computes something else: KL {agreement['kl']:.3g} nats a token against our own "
-                    f"arithmetic (allowed {gate:g}), same top token at {agreement['same top token']:.1%}")
-        )  # fmt: skip
+            Finding(
+                "runtime",
+                f"{runtime} loads it and computes something else: KL {agreement['kl']:.3g} "
+                "nats a token against our own "
+                f"arithmetic (allowed {gate:g}), same top token at {agreement['same top token']:.1%}",
+            )
+        )
+
+
+def _rounding_floor(folder: Path, runtime: str, ids: Tensor, ours: Tensor, trust_remote_code: bool) -> float:
+    """What rounding activations to 8 bits costs by itself, in nats a token: KL between our own arithmetic
+    with and without it. 0.0 where nothing rounds them."""
+    if runtime == "llama.cpp":
+        rounded = our_logprobs(folder, ids, trust_remote_code, LlamaCppModel)
+        return compare_full(ours, rounded)["kl"]
+    opened = open_any(folder)
+    first = next((v for _, v in opened.items() if isinstance(v, QuantWeight)), None)
+    if first is None or first.scheme.activation is None:
+        return 0.0
+    return compare_full(our_logprobs(folder, ids, trust_remote_code, ExactActivations), ours)["kl"]
+
+
+def _answer(runtime: str, subject: Path, ids: Tensor) -> tuple[dict[str, Any], str]:
+    """The runtime's answer and the dtype it computed in ("" where it has no choice). Raises Refused."""
+    if runtime != "vllm":
+        return runtimes.ask(runtime, subject, ids.tolist()), ""
+    try:
+        answer = runtimes.ask(runtime, subject, ids.tolist(), ("--dtype", "float16"))
+        if all(math.isfinite(x) for a in answer["prompts"] for x in a["logprobs"]):
+            return answer, "float16"
+    except runtimes.Refused as first:
+        try:
+            return runtimes.ask(runtime, subject, ids.tolist(), ("--dtype", "bfloat16")), "bfloat16"
+        except runtimes.Refused:
+            raise first from None
+    return runtimes.ask(runtime, subject, ids.tolist(), ("--dtype", "bfloat16")), "bfloat16"
 
 
 def _transformers_logprobs(path: Path, ids: Tensor, trust_remote_code: bool) -> Tensor:
@@ -204,10 +316,12 @@ def _transformers_logprobs(path: Path, ids: Tensor, trust_remote_code: bool) -> 
 
 
 def compare_full(ours: Tensor, theirs: Tensor) -> dict[str, float]:
-    """Mean KL(ours || theirs) over all positions, largest difference of a true token's log-probability, top-1."""
+    """Mean KL(ours || theirs) over all positions, largest difference of a true token's log-probability,
+    top-1."""
     if ours.shape != theirs.shape:
         raise UserError(
-            f"the runtime has {theirs.shape[-1]} logits, the checkpoint {ours.shape[-1]}; its vocabulary was read wrongly"
+            f"the runtime has {theirs.shape[-1]} logits, the checkpoint {ours.shape[-1]}; its vocabulary "
+            "was read wrongly"
         )
     kl = (ours.exp() * (ours - theirs)).sum(-1)
     return {
@@ -220,8 +334,8 @@ def compare_full(ours: Tensor, theirs: Tensor) -> dict[str, float]:
 def compare_answers(ours: Tensor, answers: Sequence[dict[str, Any]], ids: Tensor) -> dict[str, float]:
     """As :func:`compare_full` for a runtime that tells its likeliest tokens only.
 
-    The KL is that over these tokens and one bin for all others, a lower bound that misses only how the rest of the
-    probability is spread within the bin.
+    The KL is that over these tokens and one bin for all others, a lower bound that misses only how the rest
+    of the probability is spread within the bin.
     """
     kls, differences, same = [], [], []
     for row, answer, prompt in zip(ours, answers, ids, strict=True):

@@ -31,17 +31,22 @@ def command(
 ) -> None:
     """Convert a quantized model, ours or another tool's, to another format without rounding anew.
 
-    What cannot be converted exactly is refused, with the largest error that it would cost. The output is read back
-    and compared before it appears.
+    What cannot be converted exactly is refused, with the largest error that it would cost. The output is read
+    back and compared before it appears.
     """
     from quantkit.convert import export, size_line
 
     stem = Path(source).name.removesuffix(".gguf")
     out = output or Path(f"{stem}.gguf" if format_name == "gguf" else f"{stem}-{format_name}")
     done = export(
-        source, format_name, out, overwrite=overwrite, allow_rounding=allow_rounding, keep_floats=keep_floats,
+        source,
+        format_name,
+        out,
+        overwrite=overwrite,
+        allow_rounding=allow_rounding,
+        keep_floats=keep_floats,
         tell=lambda text: click.echo(text, err=True),
-    )  # fmt: skip
+    )
     for note in done.notes:
         click.echo(f"note: {note}", err=True)
     click.echo(f"verified: {size_line(done)}", err=True)

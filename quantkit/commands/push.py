@@ -13,7 +13,8 @@ import click
 @click.option("--dry-run", is_flag=True, help="Verify, and list what would be sent.")
 @click.option("--private", is_flag=True, help="Make a private repository.")
 def command(folder: Path, repo: str, dry_run: bool, private: bool) -> None:
-    """Verify FOLDER and upload it to REPO (owner/name) on the Hugging Face hub. A broken upload is resumed."""
+    """Verify FOLDER and upload it to REPO (owner/name) on the Hugging Face hub. A broken upload is
+    resumed."""
     from quantkit.push import push
     from quantkit.sizes import show_size
 

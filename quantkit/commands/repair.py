@@ -25,17 +25,16 @@ def command(
 ) -> None:
     """Find what is wrong with a checkpoint, ours or another tool's, and mend what can be mended.
 
-    Zero-point convention, group size, ignore list, tie flag, missing side files and chat template, exchanged nibbles.
-    Exit code 1 when something is (still) wrong.
+    Zero-point convention, group size, ignore list, tie flag, missing side files and chat template, exchanged
+    nibbles. Exit code 1 when something is (still) wrong.
     """
     from quantkit.repair import diagnose, repair
 
     remedies = diagnose(folder, against)
     for remedy in remedies:
         click.echo(str(remedy.finding))
-        click.echo(
-            f"    remedy: {remedy.text or 'none that quantkit knows' + ('' if against else '; a base model (--against) may help')}"
-        )
+        help_ = "" if against else "; a base model (--against) may help"
+        click.echo(f"    remedy: {remedy.text or 'none that quantkit knows' + help_}")
     possible = [r for r in remedies if r.possible]
     if not possible:
         wrong = any(r.finding.severe for r in remedies)

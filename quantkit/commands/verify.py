@@ -36,7 +36,8 @@ def command(
     gate: float,
     trust_remote_code: bool,
 ) -> None:
-    """Check FOLDER: files, hashes, every tensor against the manifest, configuration, tokenizer; exit code 1 if unsound."""
+    """Check FOLDER: files, hashes, every tensor against the manifest, configuration, tokenizer; exit code
+    1 if unsound."""
     from quantkit.verify import verify
 
     report = verify(folder, runtime, against, gate=gate, trust_remote_code=trust_remote_code)

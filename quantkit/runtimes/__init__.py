@@ -25,7 +25,8 @@ class Refused(UserError):
 
 
 def environment(runtime: str) -> Path:
-    """The interpreter of a runtime's environment: $QUANTKIT_RUNTIMES/NAME, or ~/.cache/quantkit/runtimes/NAME.
+    """The interpreter of a runtime's environment: $QUANTKIT_RUNTIMES/NAME, or
+    ~/.cache/quantkit/runtimes/NAME.
 
     Raises UserError that says how to make it.
     """
@@ -33,7 +34,8 @@ def environment(runtime: str) -> Path:
     python = home / runtime / "bin" / "python"
     if not python.is_file():
         raise UserError(
-            f"{runtime} is not installed in {home / runtime}; make it with tests/runtimes/setup.sh {runtime}, or make a "
+            f"{runtime} is not installed in {home / runtime}; make it with tests/runtimes/setup.sh "
+            f"{runtime}, or make a "
             f"virtual environment there and install {PACKAGES[runtime]} in it"
         )
     return python
@@ -72,7 +74,7 @@ def parse(runtime: str, stdout: str, stderr: str, code: int) -> dict[str, Any]:
     if "prompts" in answer:
         return answer
     words = answer.get("error") or last_words(stderr) or f"it ended with code {code} and said nothing"
-    raise Refused(f"{runtime} does not load it: {words}")
+    raise Refused(f"{runtime} does not load it: {' '.join(words.split())}")
 
 
 def last_words(stderr: str) -> str:

@@ -2,10 +2,11 @@
 
     runner_llamacpp.py MODEL.gguf PROMPTS.json [--tokens 16] [--kv-cache f16|q8_0|q4_0]
 
-PROMPTS.json: a list of lists of token ids. Output (the last line of stdout): {"runtime", "version", "prompts":
-[{"logprobs": [...], "top": [...], "ids": [[...]], "values": [[...]], "continuation": [...]}]}. ``logprobs[i]`` is
-log p(token i+1 | tokens 0..i), in nats, ``top[i]`` the likeliest next token there; ``ids[i]`` and ``values[i]`` are
-the LIKELIEST tokens and their log-probabilities. A refusal prints {"error": "..."} and exits 1.
+PROMPTS.json: a list of lists of token ids. Output (the last line of stdout): {"runtime", "version",
+"prompts": [{"logprobs": [...], "top": [...], "ids": [[...]], "values": [[...]], "continuation": [...]}]}.
+``logprobs[i]`` is log p(token i+1 | tokens 0..i), in nats, ``top[i]`` the likeliest next token there;
+``ids[i]`` and ``values[i]`` are the LIKELIEST tokens and their log-probabilities. A refusal prints {"error":
+"..."} and exits 1.
 """
 
 from __future__ import annotations
@@ -30,9 +31,16 @@ def run(path: str, prompts: list[list[int]], tokens: int, kv_cache: str) -> dict
     }
     longest = max(map(len, prompts)) + tokens + 1
     model = llama_cpp.Llama(
-        model_path=path, n_ctx=longest, n_batch=longest, n_threads=os.cpu_count(), logits_all=True, verbose=False,
-        type_k=kinds[kv_cache], type_v=kinds[kv_cache], flash_attn=kv_cache != "f16",
-    )  # fmt: skip
+        model_path=path,
+        n_ctx=longest,
+        n_batch=longest,
+        n_threads=os.cpu_count(),
+        logits_all=True,
+        verbose=False,
+        type_k=kinds[kv_cache],
+        type_v=kinds[kv_cache],
+        flash_attn=kv_cache != "f16",
+    )
     out = []
     for prompt in prompts:
         model.reset()

@@ -2,10 +2,11 @@
 
     runner_vllm.py FOLDER PROMPTS.json [--tokens 16] [--kv-cache auto|fp8] [--dtype bfloat16]
 
-PROMPTS.json: a list of lists of token ids. Output (the last line of stdout): {"runtime", "version", "prompts":
-[{"logprobs": [...], "top": [...], "ids": [[...]], "values": [[...]], "continuation": [...]}]}. ``logprobs[i]`` is
-log p(token i+1 | tokens 0..i), in nats, ``top[i]`` the likeliest next token there; ``ids[i]`` and ``values[i]`` are
-the LIKELIEST tokens and their log-probabilities. A refusal prints {"error": "..."} with vLLM's own words and exits 1.
+PROMPTS.json: a list of lists of token ids. Output (the last line of stdout): {"runtime", "version",
+"prompts": [{"logprobs": [...], "top": [...], "ids": [[...]], "values": [[...]], "continuation": [...]}]}.
+``logprobs[i]`` is log p(token i+1 | tokens 0..i), in nats, ``top[i]`` the likeliest next token there;
+``ids[i]`` and ``values[i]`` are the LIKELIEST tokens and their log-probabilities. A refusal prints {"error":
+"..."} with vLLM's own words and exits 1.
 """
 
 from __future__ import annotations
@@ -33,9 +34,16 @@ def run(folder: str, prompts: list[list[int]], tokens: int, kv_cache: str, dtype
 
     longest = max(map(len, prompts)) + tokens
     model = vllm.LLM(
-        model=folder, dtype=dtype, max_model_len=max(64, longest + 1), enforce_eager=True, max_num_seqs=4,
-        enable_prefix_caching=False, kv_cache_dtype=kv_cache, skip_tokenizer_init=True, max_logprobs=LIKELIEST,
-    )  # fmt: skip
+        model=folder,
+        dtype=dtype,
+        max_model_len=max(64, longest + 1),
+        enforce_eager=True,
+        max_num_seqs=4,
+        enable_prefix_caching=False,
+        kv_cache_dtype=kv_cache,
+        skip_tokenizer_init=True,
+        max_logprobs=LIKELIEST,
+    )
     sampling = vllm.SamplingParams(
         temperature=0, max_tokens=tokens, prompt_logprobs=LIKELIEST, detokenize=False
     )
