@@ -255,7 +255,7 @@ def _in_runtime(path: Path, runtime: str, report: Report, gate: float, trust_rem
     if floor:
         report.facts["KL of rounded activations"] = floor
     gate = max(gate, FLOORS * floor, BFLOAT16_GATE if dtype == "bfloat16" else 0.0)
-    report.facts.update(agreement)
+    report.facts.update({**agreement, "allowed KL": gate})
     if not agreement["kl"] < gate:
         report.findings.append(
             Finding(

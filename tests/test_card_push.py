@@ -29,7 +29,10 @@ def test_card_says_what_it_is_and_how_to_make_it_again(folder, tmp_path):
     assert "vllm serve" in body and "**transformers** does not load it" in body  # packed zero points
     assert "quantkit quantize" in body and str(tmp_path) not in text
     recipe = yaml.safe_load(body.split("```yaml\n")[1].split("```")[0])
-    assert Recipe.model_validate(recipe).digest() == json.loads((folder / "quantkit.json").read_text())["fingerprint"]["recipe"]
+    assert (
+        Recipe.model_validate(recipe).digest()
+        == json.loads((folder / "quantkit.json").read_text())["fingerprint"]["recipe"]
+    )
 
 
 def test_card_is_deterministic_and_refreshed_with_measured_rows(folder, tmp_path):
@@ -47,7 +50,9 @@ def test_card_is_deterministic_and_refreshed_with_measured_rows(folder, tmp_path
     done = CliRunner().invoke(cli, ["card", str(folder), "--rows", str(rows)])
     assert done.exit_code == 0, done.output
     text = (folder / "README.md").read_text()
-    assert "| model-w4 | 17.2500 | 0.0123 ± 0.0005 |" in text and "| original | 16.5000 ± 0.2500 | – |" in text
+    assert (
+        "| model-w4 | 17.2500 | 0.0123 ± 0.0005 |" in text and "| original | 16.5000 ± 0.2500 | – |" in text
+    )
     assert "heldout, 8 windows, 4088 tokens" in text
     assert verify(folder).sound  # a refreshed card is no damage
     rows.write_text('{"value": 1}\n')
@@ -82,7 +87,9 @@ class FakeApi:
 def test_push_sends_the_folder(folder, monkeypatch):
     api = FakeApi()
     sent = push(folder, "owner/model", private=True, api=api)
-    assert [name for name, _ in api.calls] == ["create_repo", "upload_folder"] and sent.url.endswith("owner/model")
+    assert [name for name, _ in api.calls] == ["create_repo", "upload_folder"] and sent.url.endswith(
+        "owner/model"
+    )
     assert api.calls[0][1]["private"] is True and api.calls[1][1]["folder_path"] == folder
     assert {"model.safetensors", "README.md", "quantkit.json", "tokenizer.json"} <= set(sent.files)
     monkeypatch.setattr("quantkit.push.LARGE", 10)
@@ -92,7 +99,11 @@ def test_push_sends_the_folder(folder, monkeypatch):
 
 def test_push_dry_run_and_refusals(folder):
     done = CliRunner().invoke(cli, ["push", str(folder), "owner/model", "--dry-run"])
-    assert done.exit_code == 0 and "model.safetensors" in done.output and "would go to owner/model" in done.output
+    assert (
+        done.exit_code == 0
+        and "model.safetensors" in done.output
+        and "would go to owner/model" in done.output
+    )
     with pytest.raises(UserError, match="owner/name"):
         push(folder, "model", dry_run=True)
     with pytest.raises(UserError, match=r"connection lost.*resume"):
@@ -108,7 +119,9 @@ def test_plan_for_a_runtime(twin_folder, capsys):
     run = CliRunner().invoke
     done = run(cli, ["plan", str(twin_folder("llama")), "--group-size", "32", "--for", "vllm"])
     assert done.exit_code == 0 and "nothing known stands against vllm" in done.output, done.output
-    done = run(cli, ["plan", str(twin_folder("llama")), "--group-size", "32", "--for", "vllm", "--tp", "2", "--json"])
+    done = run(
+        cli, ["plan", str(twin_folder("llama")), "--group-size", "32", "--for", "vllm", "--tp", "2", "--json"]
+    )
     refused = json.loads(done.output)["refused"]
     assert done.exit_code == 1 and any("down_proj" in r and "2 ranks" in r for r in refused)
 
@@ -117,5 +130,7 @@ def test_quantize_warns_for_the_recipes_runtime(twin_folder):
     from quantkit.quantize import prepare
     from quantkit.recipe import ExportSpec
 
-    recipe = Recipe(rules=(Rule(weights=WeightFormat(bits=3, group=32), solver="rtn"),), export=ExportSpec(runtime="vllm"))
+    recipe = Recipe(
+        rules=(Rule(weights=WeightFormat(bits=3, group=32), solver="rtn"),), export=ExportSpec(runtime="vllm")
+    )
     assert any("no kernel for W3A16" in w for w in prepare(str(twin_folder("llama")), recipe).plan.warnings)

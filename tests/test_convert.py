@@ -108,7 +108,10 @@ def test_groups_are_split_where_the_target_needs_it():
 
 
 def test_awq_gets_one_group_size(made, twin_folder, tmp_path):
-    rules = (Rule(match="*down_proj", weights=WeightFormat(group=64), solver="rtn"), Rule(weights=WeightFormat(group=32), solver="rtn"))
+    rules = (
+        Rule(match="*down_proj", weights=WeightFormat(group=64), solver="rtn"),
+        Rule(weights=WeightFormat(group=32), solver="rtn"),
+    )
     folder = quantize(str(twin_folder("llama", **WIDE)), tmp_path / "mixed", Recipe(rules=rules)).folder
     done = export(folder, "awq", tmp_path / "awq")
     assert json.loads((tmp_path / "awq/config.json").read_text())["quantization_config"]["group_size"] == 32
@@ -156,7 +159,7 @@ def test_float32_scales_are_refused_where_they_are_not_exact(made, tmp_path):
 def test_requests_that_make_no_sense(made, twin_folder, tmp_path):
     with pytest.raises(UserError, match="did you mean 'gptq'"):
         export(made(), "gtpq", tmp_path / "x")
-    with pytest.raises(UserError, match="ending in .gguf"):
+    with pytest.raises(UserError, match=r"ending in \.gguf"):
         export(made(), "gguf", tmp_path / "x")
     with pytest.raises(UserError, match="is not quantized"):
         export(twin_folder("llama"), "gptq", tmp_path / "x")
@@ -189,7 +192,9 @@ def test_manifest_and_side_files(made, tmp_path):
     assert manifest["converted_from"]["format"] == "compressed-tensors" and manifest["recipe"]["rules"]
     assert str(tmp_path) not in (tmp_path / "x/quantkit.json").read_text()
     assert (tmp_path / "x/chat_template.jinja").read_text() == twins.CHAT_TEMPLATE
-    assert (tmp_path / "x/quantize_config.json").is_file() and "gptq" in (tmp_path / "x/README.md").read_text()
+    assert (tmp_path / "x/quantize_config.json").is_file() and "gptq" in (
+        tmp_path / "x/README.md"
+    ).read_text()
 
 
 def test_float16_scales_ask_for_a_float16_model(made, tmp_path):

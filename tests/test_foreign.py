@@ -125,7 +125,9 @@ def foreign(request, tmp_path):
             tensors |= llm_compressor(module, codes, scale, zero, symmetric)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": config_of(tool, symmetric)}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": config_of(tool, symmetric)})
+    )
     return folder, tool, want
 
 
@@ -151,8 +153,12 @@ def test_read_verified_and_converted(foreign, tmp_path):
 def test_eval_computes_with_these_weights(foreign, tmp_path, capsys):
     folder, _, want = foreign
     model = twins.build("llama")
-    original = {n: t.float() for n, t in load_file(folder / "model.safetensors").items() if t.is_floating_point()}
-    state = {n: original.get(n, t) for n, t in model.state_dict().items()} | {f"{m}.weight": w for m, w in want.items()}
+    original = {
+        n: t.float() for n, t in load_file(folder / "model.safetensors").items() if t.is_floating_point()
+    }
+    state = {n: original.get(n, t) for n, t in model.state_dict().items()} | {
+        f"{m}.weight": w for m, w in want.items()
+    }
     model.load_state_dict(state)
     ids = twins.token_ids(length=24)
     streamed = StreamedModel(folder)
@@ -163,7 +169,9 @@ def test_eval_computes_with_these_weights(foreign, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     with pytest.raises(SystemExit) as stop:
         main(["eval", str(folder), "--windows", "2", "--seq-len", "64", "--json", str(rows)])
-    assert not stop.value.code and any(json.loads(r)["metric"] == "perplexity" for r in rows.read_text().splitlines())
+    assert not stop.value.code and any(
+        json.loads(r)["metric"] == "perplexity" for r in rows.read_text().splitlines()
+    )
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
@@ -216,7 +224,11 @@ def test_a_gguf_file_of_the_peer(kind, tmp_path, monkeypatch, capsys):
         want[module] = torch.from_numpy(gguf.quants.dequantize(blocks, kind_id).astype(np.float32))
         heads = {"attn_q": c.num_attention_heads, "attn_k": c.num_key_value_heads}.get(names[local])
         if heads:
-            blocks = blocks.reshape(heads, 2, blocks.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(blocks.shape)
+            blocks = (
+                blocks.reshape(heads, 2, blocks.shape[0] // heads // 2, -1)
+                .swapaxes(1, 2)
+                .reshape(blocks.shape)
+            )
         writer.add_tensor(label, blocks, raw_dtype=kind_id)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -17,7 +17,15 @@ from quantkit.formats import gptq
 from quantkit.quantize import quantize
 from quantkit.recipe import ExportSpec, Recipe, Rule, WeightFormat
 from quantkit.repair import diagnose, repair
-from quantkit.verify import compare_answers, compare_full, our_logprobs, prompts, verify
+from quantkit.verify import (
+    LlamaCppModel,
+    compare_answers,
+    compare_full,
+    eight_bit_blocks,
+    our_logprobs,
+    prompts,
+    verify,
+)
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +110,16 @@ def test_a_dropped_shard_is_named(copy):
     gone = folder / "model-00002-of-00002.safetensors"
     gone.unlink()
     assert gone.name in words(verify(folder))
-    (folder / "model.safetensors.index.json").unlink()  # even the index is gone: the model's own list of tensors tells
+    (
+        folder / "model.safetensors.index.json"
+    ).unlink()  # even the index is gone: the model's own list of tensors tells
     (folder / "quantkit.json").unlink()
     assert "in no weight file" in words(verify(folder))
 
 
-@pytest.mark.parametrize("fmt, tensor", [("gptq", "qweight"), ("awq", "qweight"), ("compressed-tensors", "weight_packed")])
+@pytest.mark.parametrize(
+    "fmt, tensor", [("gptq", "qweight"), ("awq", "qweight"), ("compressed-tensors", "weight_packed")]
+)
 def test_exchanged_nibbles_are_named_and_mended(fmt, tensor, copy, base, tmp_path):
     folder, name = copy(fmt), f"model.layers.1.mlp.up_proj.{tensor}"
 
@@ -119,12 +131,16 @@ def test_exchanged_nibbles_are_named_and_mended(fmt, tensor, copy, base, tmp_pat
     assert name in said and "nibbles of every byte are exchanged" in said
     assert repair(folder, [r for r in diagnose(folder) if r.possible], tmp_path / "mended") == []
     want, have = load_file(tmp_path / "mended/model.safetensors"), load_file(folder / "model.safetensors")
-    assert torch.equal(want[name], swap_nibbles(have[name])) and verify(tmp_path / "mended", against=base).sound
+    assert (
+        torch.equal(want[name], swap_nibbles(have[name])) and verify(tmp_path / "mended", against=base).sound
+    )
 
 
 def test_exchanged_nibbles_of_a_foreign_checkpoint_are_seen_against_its_base(copy, base, tmp_path):
     folder = copy("gptq", foreign=True)
-    edit_tensors(folder, lambda t: t.update({n: swap_nibbles(v) for n, v in t.items() if n.endswith("qweight")}))
+    edit_tensors(
+        folder, lambda t: t.update({n: swap_nibbles(v) for n, v in t.items() if n.endswith("qweight")})
+    )
     assert verify(folder).sound  # nothing in the folder itself can tell
     assert "does not resemble" in words(verify(folder, against=base))
     remedies = diagnose(folder, base)
@@ -181,7 +197,9 @@ def test_a_wrong_tie_flag_is_named_and_mended(name, flag, twin_folder, tmp_path)
     assert json.loads((tmp_path / "mended/config.json").read_text())["tie_word_embeddings"] is not flag
 
 
-@pytest.mark.parametrize("fmt, key", [("compressed-tensors", "ignore"), ("gptq", "dynamic"), ("awq", "modules_to_not_convert")])
+@pytest.mark.parametrize(
+    "fmt, key", [("compressed-tensors", "ignore"), ("gptq", "dynamic"), ("awq", "modules_to_not_convert")]
+)
 def test_an_incomplete_ignore_list_is_named_and_mended(fmt, key, copy, tmp_path):
     folder = copy(fmt, keep=("*down_proj",), foreign=True)
 
@@ -205,7 +223,9 @@ def test_missing_files_and_template_are_named_and_taken_from_the_base(copy, base
     assert not [r for r in diagnose(folder) if r.possible]  # from nowhere nothing can be taken
     remedies = diagnose(folder, base)
     assert repair(folder, remedies, tmp_path / "mended") == []
-    assert (tmp_path / "mended/chat_template.jinja").read_bytes() == (base / "chat_template.jinja").read_bytes()
+    assert (tmp_path / "mended/chat_template.jinja").read_bytes() == (
+        base / "chat_template.jinja"
+    ).read_bytes()
 
 
 def test_a_changed_side_file_and_a_damaged_manifest_are_named(copy):
@@ -223,7 +243,9 @@ def test_a_plan_that_differs_is_named(copy):
     manifest["plan"][1]["scheme"] = None
     (folder / "quantkit.json").write_text(json.dumps(manifest))
     said = words(verify(folder))
-    assert "q_proj is W4A16 g32 sym" in said and "k_proj is quantized in the files and not by the plan" in said
+    assert (
+        "q_proj is W4A16 g32 sym" in said and "k_proj is quantized in the files and not by the plan" in said
+    )
 
 
 def test_repair_explains_and_writes_only_with_yes(copy):
@@ -233,7 +255,9 @@ def test_repair_explains_and_writes_only_with_yes(copy):
     run = CliRunner().invoke
     done = run(cli, ["repair", str(folder)])
     assert done.exit_code == 1 and "remedy: write group size 32" in done.output and "--yes" in done.output
-    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before and len(list(folder.parent.iterdir())) == 1
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before and len(
+        list(folder.parent.iterdir())
+    ) == 1
     done = run(cli, ["repair", str(folder), "--yes"])
     assert done.exit_code == 0, done.output
     assert verify(folder.with_name("copy-repaired")).sound and not verify(folder).sound
@@ -306,6 +330,44 @@ def test_a_runtime_that_computes_something_else_is_a_finding(made, base, monkeyp
         runtimes, "ask", lambda *_: {"version": "0", "prompts": answers_of(our_logprobs(made(), ids), ids)}
     )
     assert verify(made(), "vllm").sound
+
+
+def test_activations_in_blocks_are_rounded_as_ggml_does():
+    from quantkit.formats import _gguf_blocks as blocks
+
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(3))
+    x[0, :32] = 0
+    want = blocks.dequantize("x", "Q8_0", blocks.quantize_q8_0(x))
+    assert torch.equal(eight_bit_blocks(x), want) and not torch.equal(want, x)
+
+
+def test_llama_cpp_is_allowed_what_its_rounding_costs_and_no_more(made, base, monkeypatch):
+    pytest.importorskip("gguf")
+    ids = prompts(base)
+    rounded = answers_of(our_logprobs(made(), ids, kind=LlamaCppModel), ids)
+    monkeypatch.setattr(runtimes, "ask", lambda *_: {"version": "0", "prompts": rounded})
+    report = verify(made(), "llama.cpp", gate=0.0)
+    floor = report.facts["KL of rounded activations"]
+    assert report.sound and 0 < floor < 0.01
+    assert report.facts["kl"] <= floor * 1.05 and report.facts["allowed KL"] == pytest.approx(3 * floor)
+    other = answers_of(our_logprobs(base, ids), ids)
+    monkeypatch.setattr(runtimes, "ask", lambda *_: {"version": "0", "prompts": other})
+    assert "llama.cpp loads it and computes something else" in words(verify(made(), "llama.cpp"))
+
+
+def test_vllm_answers_in_bfloat16_where_float16_overflows(made, base, monkeypatch):
+    ids = prompts(base)
+    fine = answers_of(our_logprobs(made(), ids), ids)
+    broken = [{**a, "logprobs": [float("nan")] * len(a["logprobs"])} for a in fine]
+    asked = []
+
+    def ask(runtime, subject, given, options=()):
+        asked.append(options[-1])
+        return {"version": "0", "prompts": broken if options[-1] == "float16" else fine}
+
+    monkeypatch.setattr(runtimes, "ask", ask)
+    report = verify(made(), "vllm")
+    assert report.sound and asked == ["float16", "bfloat16"] and report.facts["computed in"] == "bfloat16"
 
 
 def test_answers_of_a_runner():

@@ -22,8 +22,10 @@ from quantkit.recipe import Recipe
 from quantkit.verify import GATE, verify
 
 pytestmark = pytest.mark.runtime
-# llama.cpp quantizes activations to 8 bits, vLLM's W8A8 rounds them in bfloat16: measured, see docs/runtimes.md
-GATES = {"llama.cpp": 5e-3}
+# llama.cpp and W8A8 round activations to 8 bits; verify measures what that costs by itself and allows FLOORS times it
+CAP = (
+    0.15  # nats a token: no measured allowance goes beyond this; a wrong weight convention costs several nats
+)
 
 
 def fast(**weights) -> Recipe:
@@ -93,12 +95,13 @@ REFUSED = [("W4 asym", "gptq", "vllm"), ("W8", "compressed-tensors", "vllm")]
 
 @pytest.mark.parametrize("scheme, fmt, runtime", ACCEPTED, ids=" in ".join)
 def test_agrees_with_our_arithmetic(scheme, fmt, runtime, made):
-    gate = GATES.get(runtime, GATE)
-    report = verify(made(scheme, fmt), runtime, gate=gate)
+    report = verify(made(scheme, fmt), runtime)
     words = "; ".join(map(str, report.findings))
     record(f"{scheme} {fmt}", runtime, report.facts, words)
     assert report.sound, words
-    assert report.facts["kl"] < gate and report.facts["same top token"] > 0.9
+    rounds = runtime == "llama.cpp" or scheme == "W8A8"
+    assert report.facts["kl"] < (CAP if rounds else GATE)
+    assert report.facts["same top token"] > (0.85 if rounds else 0.95)
 
 
 @pytest.mark.parametrize("scheme, fmt, runtime", REFUSED, ids=" in ".join)
