@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ BFLOAT16_GATE = 5e-3
 # Activations rounded to 8 bits (llama.cpp always, W8A8) make every tiny difference a different rounding: two
 # correct implementations differ by about what that rounding costs in itself. It is measured each time and
 # allowed this often.
-FLOORS = 3.0
+FLOORS = 2.0
 TOKENS = 40  # a prompt
 PASSAGES = (
     "The water cycle describes how water moves between the oceans, the air and the land. Heat from the sun "
@@ -244,6 +245,7 @@ def _in_runtime(path: Path, runtime: str, report: Report, gate: float, trust_rem
         ours = our_logprobs(folder, ids, trust_remote_code)
         dtype = ""
         if runtime == "transformers":
+            report.facts["version"] = version("transformers")
             agreement = compare_full(ours, _transformers_logprobs(subject, ids, trust_remote_code))
         else:
             answer, dtype = _answer(runtime, subject, ids)
