@@ -59,6 +59,13 @@ def test_every_command_has_help(name):
         (["quantize", "MODEL", "--seq-len", "5000", "-o", "OUT"], "longer than the model's context of 256"),
         (["eval", "MODEL", "--corpus", "nothing"], "neither a file nor one of heldout"),
         (["inspect", "nowhere"], "is not a folder"),
+        (["export", "nowhere", "--format", "gptq"], "is not a folder"),
+        (["export", "MODEL", "--format", "gptq"], "is not quantized; use `quantkit quantize"),
+        (["verify", "nowhere"], "does not exist"),
+        (["verify", "MODEL", "--runtime", "vlm"], "did you mean 'vllm'"),
+        (["card", "MODEL"], "has no quantkit.json"),
+        (["push", "MODEL", "name"], "write owner/name"),
+        (["plan", "MODEL", "--for", "vlm"], "no rules for runtime 'vlm'"),
         (["recipes", "show", "fasst"], "did you mean 'fast'"),
     ],
 )
