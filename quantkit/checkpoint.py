@@ -77,9 +77,11 @@ def read_tensor(info: TensorInfo) -> Tensor:
     out = torch.empty(info.nbytes, dtype=torch.uint8)
     with info.file.open("rb") as f:
         f.seek(info.offset)
-        if f.readinto(out.numpy()) != info.nbytes:
+        if f.readinto(out.numpy().data) != info.nbytes:
             raise UserError(f"{info.file} ended in the middle of a tensor; copy it again")
-    return out.view(info.dtype).reshape(info.shape) if info.nbytes else torch.empty(info.shape, dtype=info.dtype)
+    return (
+        out.view(info.dtype).reshape(info.shape) if info.nbytes else torch.empty(info.shape, dtype=info.dtype)
+    )
 
 
 def read_rows(info: TensorInfo, rows: Tensor) -> Tensor:
@@ -156,7 +158,9 @@ class Source:
         try:
             return read_tensor(self.tensors[name])
         except KeyError:
-            raise UserError(f"{self.folder} has no tensor {name!r}; the checkpoint does not fit its config") from None
+            raise UserError(
+                f"{self.folder} has no tensor {name!r}; the checkpoint does not fit its config"
+            ) from None
 
     @property
     def nbytes(self) -> int:
@@ -189,7 +193,7 @@ class Source:
             info = self.tensors[name]
             digest.update(f"{name}|{info.dtype}|{info.shape}|".encode())
             for piece in _pieces(info):
-                digest.update(piece.numpy())
+                digest.update(piece.numpy().data)
                 if info.dtype.is_floating_point and info.dtype.itemsize > 1:
                     values = piece.view(info.dtype)
                     # the sum of finite values may overflow, so a bad sum is only a reason to look closely
@@ -212,7 +216,7 @@ def _pieces(info: TensorInfo, limit: int = 1 << 24) -> Iterator[Tensor]:
         left = info.nbytes
         while left:
             piece = buffer[: min(step, left)]
-            f.readinto(piece.numpy())
+            f.readinto(piece.numpy().data)
             left -= len(piece)
             yield piece
 
@@ -351,7 +355,7 @@ def tensor_hash(info: TensorInfo) -> str:
     """First 16 hex digits of the sha256 of a tensor's bytes: enough to tell a changed one, short in a manifest."""
     digest = hashlib.sha256()
     for piece in _pieces(info):
-        digest.update(piece.numpy())
+        digest.update(piece.numpy().data)
     return digest.hexdigest()[:16]
 
 

@@ -83,6 +83,7 @@ def record(scheme: str, fmt: str, runtime: str, model: Path, report: Report) -> 
             **facts,
             "said": said,
             **provenance(),
+            "command": "python -m pytest -m runtime tests/runtimes",
         }
         with open(file, "a", encoding="utf-8") as f:
             f.write(json.dumps(row, ensure_ascii=False) + "\n")
