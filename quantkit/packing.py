@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-__all__ = ["pack", "unpack", "packed_words"]
+__all__ = ["pack", "packed_words", "unpack"]
 
 
 def packed_words(count: int, bits: int) -> int:

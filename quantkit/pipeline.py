@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,9 @@ def run(
     ids: int64 ``[sequences, tokens]`` calibration data, or None when nothing in the recipe needs data.
     Raises UserError when activations stop being finite, naming the module.
     """
-    state = _Run(model, spec, source, plan, Names(source, spec), work, progress or Silent(), timings or Timings())
+    state = _Run(
+        model, spec, source, plan, Names(source, spec), work, progress or Silent(), timings or Timings()
+    )
     blocks = decoder_blocks(model, spec)
     by_block: dict[int, list[LayerPlan]] = {}
     for layer in plan.layers:
@@ -127,7 +129,9 @@ def run(
             streams.close()
 
 
-def _solve_without_data(state: _Run, block: nn.Module, index: int, layers: Sequence[LayerPlan]) -> BlockResult:
+def _solve_without_data(
+    state: _Run, block: nn.Module, index: int, layers: Sequence[LayerPlan]
+) -> BlockResult:
     result = BlockResult({}, {}, [])
     for layer in layers:
         local = layer.module.removeprefix(f"{state.spec.blocks}.{index}.")
@@ -137,7 +141,11 @@ def _solve_without_data(state: _Run, block: nn.Module, index: int, layers: Seque
 
 
 def _solve_group(
-    state: _Run, block: nn.Module, members: Sequence[tuple[str, LayerPlan]], seen: Seen | None, result: BlockResult
+    state: _Run,
+    block: nn.Module,
+    members: Sequence[tuple[str, LayerPlan]],
+    seen: Seen | None,
+    result: BlockResult,
 ) -> None:
     """Solve the linears of one group, put the dequantized weights into the block, and note what happened."""
     by_rule: dict[int, list[tuple[str, LayerPlan]]] = {}
@@ -197,7 +205,10 @@ class _Streams:
             needs_cross = any("cross" in make_solver(p.rule).needs for p in state.plan.quantized.values())
             original = None
             if needs_cross:
-                original = HiddenStates(tuple(hidden.data.shape), state.work.scratch("original") if _big(tuple(hidden.data.shape)) else None)
+                original = HiddenStates(
+                    tuple(hidden.data.shape),
+                    state.work.scratch("original") if _big(tuple(hidden.data.shape)) else None,
+                )
                 original.data.copy_(hidden.data)
         return _Streams(batches, calls, hidden, original, ids[:1].clone())
 
@@ -211,9 +222,13 @@ class _Streams:
         with state.timings.stage("replay"):
             materialize(block, f"{state.spec.blocks}.{index}", state.tensor)
             if self.original is not None:
-                Walk(block, [], self.original.data, self.batches, self.calls[index], False).finish(self.original.data)
+                Walk(block, [], self.original.data, self.batches, self.calls[index], False).finish(
+                    self.original.data
+                )
             apply_result(block, f"{state.spec.blocks}.{index}", state.spec, result)
-            Walk(block, [], self.quantized.data, self.batches, self.calls[index], False).finish(self.quantized.data)
+            Walk(block, [], self.quantized.data, self.batches, self.calls[index], False).finish(
+                self.quantized.data
+            )
             release(block)
 
     def advance(self, state: _Run, index: int, block: nn.Module, layers: Sequence[LayerPlan]) -> BlockResult:
@@ -243,14 +258,16 @@ class _Streams:
         self._check(prefix)
         return result
 
-    def _walk(self, block: nn.Module, groups: Sequence[tuple[str, ...]], hidden: Tensor, index: int, suspend: bool) -> Walk:
+    def _walk(
+        self, block: nn.Module, groups: Sequence[tuple[str, ...]], hidden: Tensor, index: int, suspend: bool
+    ) -> Walk:
         heads = [block.get_submodule(g[0]) for g in groups]
         return Walk(block, heads, hidden, self.batches, self.calls[index], suspend)
 
     def _suspended_bytes(self, block: nn.Module, groups: Sequence[tuple[str, ...]]) -> int:
         """What the halted passes hold at most: residual stream, the group's input and its neighbours."""
         sequences, tokens, width = self.quantized.data.shape
-        widest = max((block.get_submodule(g[0]).weight.shape[-1] for g in groups), default=width)
+        widest = max((cast(Tensor, block.get_submodule(g[0]).weight).shape[-1] for g in groups), default=width)
         streams = 1 if self.original is None else 2
         return sequences * tokens * (2 * width + max(widest, 2 * width)) * 4 * streams
 
@@ -263,7 +280,7 @@ class _Streams:
         members: Sequence[tuple[str, LayerPlan]],
         divided_by: Tensor | None = None,
     ) -> Seen:
-        name, layer = members[0]
+        layer = members[0][1]
         cross = twin is not None and any("cross" in make_solver(p.rule).needs for _, p in members)
         total = HessianSum(layer.columns, cross=cross)
         inputs: Iterator[Tensor] = walk.visit(g)
@@ -310,7 +327,9 @@ class _Streams:
             schemes = {name: p.scheme for name, p in by_local.items() if p.scheme is not None}
             with state.timings.stage("rewrite"):
                 report = rewrite.apply(block, state.spec, seen, schemes, state.model.config, probe=probe)
-            result.notes += [f"{prefix}: {wanted.name}: {what}: {why}" for what, why in report.skipped.items()]
+            result.notes += [
+                f"{prefix}: {wanted.name}: {what}: {why}" for what, why in report.skipped.items()
+            ]
             for name, s in report.input_scales.items():
                 scales[name] = scales[name] * s if name in scales else s
         if scales:
@@ -325,7 +344,12 @@ class _Streams:
         return self._probe_calls[index][1]
 
     def _store_changed(
-        self, state: _Run, prefix: str, block: nn.Module, by_local: Mapping[str, LayerPlan], result: BlockResult
+        self,
+        state: _Run,
+        prefix: str,
+        block: nn.Module,
+        by_local: Mapping[str, LayerPlan],
+        result: BlockResult,
     ) -> None:
         for name, value in block.named_parameters():
             if name.removesuffix(".weight") in by_local:
@@ -337,7 +361,9 @@ class _Streams:
 
     def _check(self, prefix: str) -> None:
         if not bool(torch.isfinite(self.quantized.data.sum())):
-            raise UserError(f"hidden states after {prefix} are not finite; the model overflows on this calibration data")
+            raise UserError(
+                f"hidden states after {prefix} are not finite; the model overflows on this calibration data"
+            )
 
 
 def apply_result(block: nn.Module, prefix: str, spec: ModelSpec, result: BlockResult) -> None:
@@ -357,7 +383,7 @@ def _embed(state: _Run, ids: Tensor, batches: Batches) -> tuple[HiddenStates, li
     """
     model, spec = state.model, state.spec
     names = embedding_modules(model, spec)
-    embedding = model.get_submodule(spec.embed)
+    embedding: Any = model.get_submodule(spec.embed)
     info = state.source.tensors.get(state.names.tensor(f"{spec.embed}.weight"))
     compact = isinstance(embedding, nn.Embedding) and info is not None
     for name in names:
@@ -391,10 +417,12 @@ def _embed(state: _Run, ids: Tensor, batches: Batches) -> tuple[HiddenStates, li
         embedding.padding_idx = padding  # type: ignore[assignment]
     for name in names:
         release(model.get_submodule(name))
-    per_block = [{size: recorded[i] for size, recorded in calls.items()} for i in range(len(decoder_blocks(model, spec)))]
+    per_block = [
+        {size: recorded[i] for size, recorded in calls.items()}
+        for i in range(len(decoder_blocks(model, spec)))
+    ]
     return hidden, per_block
 
 
-def _big(shape: tuple[int, int, int]) -> bool:
+def _big(shape: tuple[int, ...]) -> bool:
     return shape[0] * shape[1] * shape[2] * 4 > HIDDEN_IN_MEMORY
-

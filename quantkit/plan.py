@@ -63,7 +63,7 @@ class Plan:
     def bits_per_weight(self) -> float:
         """Mean over the quantized linears, scales and zero points included."""
         weights = sum(p.rows * p.columns for p in self.quantized.values())
-        bits = sum(p.rows * p.columns * p.scheme.bits_per_weight(p.columns) for p in self.quantized.values())  # type: ignore[union-attr]
+        bits = sum(p.rows * p.columns * p.scheme.bits_per_weight(p.columns) for p in self.layers if p.scheme)
         return bits / weights if weights else 0.0
 
 
@@ -90,7 +90,9 @@ def block_count(source: Source, spec: ModelSpec) -> int:
     pattern = re.compile(rf"^(?:{re.escape(spec.blocks)}|{re.escape(tail)})\.(\d+)\.")
     found = [int(m[1]) for name in source.tensors if (m := pattern.match(name))]
     if not found:
-        raise UserError(f"{source.folder} has no tensors under {spec.blocks!r}; the checkpoint does not fit its config")
+        raise UserError(
+            f"{source.folder} has no tensors under {spec.blocks!r}; the checkpoint does not fit its config"
+        )
     return max(found) + 1
 
 
@@ -103,7 +105,9 @@ def fit_group(scheme: Scheme, columns: int, fit: str) -> tuple[Scheme, str]:
         return scheme, f"last group has {last} columns (ragged, as asked)"
     for group in FITTING_GROUPS:
         if group < scheme.group and columns % group == 0:
-            return scheme.with_(group=group), f"group {group}: {scheme.group} does not divide {columns} columns"
+            return scheme.with_(
+                group=group
+            ), f"group {group}: {scheme.group} does not divide {columns} columns"
     return scheme.with_(group=0), f"one scale per row: no group of {FITTING_GROUPS} divides {columns} columns"
 
 
@@ -120,7 +124,9 @@ def make_plan(source: Source, spec: ModelSpec, recipe: Recipe) -> Plan:
     layers, warnings = _layers(source, spec, recipe, fmt, names)
     chosen = {p.module: p for p in layers if p.scheme is not None}
     if not chosen:
-        raise UserError("the recipe quantizes nothing: every rule keeps the original weights or matches no module")
+        raise UserError(
+            "the recipe quantizes nothing: every rule keeps the original weights or matches no module"
+        )
     if not source.config.get("tie_word_embeddings", False) and f"{spec.head}.weight" not in source:
         warnings.append(f"the checkpoint has no {spec.head}.weight although its embeddings are not tied")
 

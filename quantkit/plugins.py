@@ -17,13 +17,19 @@ class UnknownName(LookupError):
 def suggest(name: str, known: list[str]) -> str:
     """' Did you mean x?' or the list of what exists."""
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"choose one of {', '.join(sorted(known))}"
+    return (
+        f"did you mean {' or '.join(map(repr, near))}?"
+        if near
+        else f"choose one of {', '.join(sorted(known))}"
+    )
 
 
 def names(kind: str) -> list[str]:
     """Names of all plug-ins of a kind, as users write them (dashes, not underscores)."""
     package = importlib.import_module(f"quantkit.{kind}")
-    return sorted(m.name.replace("_", "-") for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+    return sorted(
+        m.name.replace("_", "-") for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")
+    )
 
 
 def load(kind: str, name: str) -> ModuleType:

@@ -57,7 +57,9 @@ def prepare(model: str, recipe: Recipe, trust_remote_code: bool = False) -> Job:
     """Resolve, open, check and plan; no weight is read. Raises UserError."""
     source = Source(resolve_model(model))
     if not trust_remote_code and "auto_map" in source.config:
-        raise UserError(f"{model} brings its own Python code; read it, then allow it with --trust-remote-code")
+        raise UserError(
+            f"{model} brings its own Python code; read it, then allow it with --trust-remote-code"
+        )
     config = load_config(source, trust_remote_code)
     skeleton = build_skeleton(config, trust_remote_code=trust_remote_code)
     spec = spec_for(config, skeleton)
@@ -162,7 +164,9 @@ def quantize(
     hold what was solved (it is then kept under its staging name).
     """
     job = prepare(model, recipe, trust_remote_code)
-    return execute(job, Path(out), overwrite=overwrite, restart=restart, progress=progress, tell=tell, on_audit=on_audit)
+    return execute(
+        job, Path(out), overwrite=overwrite, restart=restart, progress=progress, tell=tell, on_audit=on_audit
+    )
 
 
 def execute(
@@ -219,7 +223,9 @@ def _tune(job: Job, work: WorkFolder, ids: Tensor, tell: Callable[[str], None]) 
         tell(f"tuning: KL {report.before:.4f} -> {report.after:.4f} on held-out windows, {said}")
 
 
-def assemble(job: Job, work: WorkFolder, staging: Path, marks: Mapping[str, str], audit: dict | None) -> list[ModuleReport]:
+def assemble(
+    job: Job, work: WorkFolder, staging: Path, marks: Mapping[str, str], audit: dict | None
+) -> list[ModuleReport]:
     """Write the output folder from the finished blocks and the source; returns the module reports."""
     plan, source, names = job.plan, job.source, Names(job.source, job.spec)
     fmt = plugins.load("formats", plan.format)
@@ -261,8 +267,13 @@ def assemble(job: Job, work: WorkFolder, staging: Path, marks: Mapping[str, str]
 
 
 def manifest(
-    job: Job, marks: Mapping[str, str], audit: dict | None, reports: list[ModuleReport], notes: list[str],
-    tuning: dict | None, folder: Path,
+    job: Job,
+    marks: Mapping[str, str],
+    audit: dict | None,
+    reports: list[ModuleReport],
+    notes: list[str],
+    tuning: dict | None,
+    folder: Path,
 ) -> dict[str, Any]:
     """quantkit.json: enough to know and to repeat what was done. Holds no time and no path, so that the same run
     gives the same bytes."""
@@ -310,7 +321,9 @@ def verify_against_work(job: Job, work: WorkFolder, folder: Path) -> None:
             parts = {stored + s: written.tensor(stored + s) for s in fmt.suffixes if stored + s in written}
             difference = solved.same_as(fmt.unpack(stored, parts, config, solved.shape))
             if difference:
-                raise VerificationError(f"{module} was not written as it was solved: {difference}; kept in {folder}")
+                raise VerificationError(
+                    f"{module} was not written as it was solved: {difference}; kept in {folder}"
+                )
             seen.update(parts)
         for name, value in result.floats.items():
             if not torch.equal(written.tensor(names.tensor(name)), value):
@@ -323,4 +336,6 @@ def verify_against_work(job: Job, work: WorkFolder, folder: Path) -> None:
             raise VerificationError(f"{name} differs from the original model's; kept in {folder}")
         seen.add(name)
     if stray := sorted(set(written.tensors) - seen):
-        raise VerificationError(f"{len(stray)} tensors were written that no plan names: {stray[:3]}; kept in {folder}")
+        raise VerificationError(
+            f"{len(stray)} tensors were written that no plan names: {stray[:3]}; kept in {folder}"
+        )

@@ -10,9 +10,9 @@ from torch import Tensor
 from quantkit.scheme import Scheme
 
 # Scales are kept where both float16 and bfloat16 are exact to their stored precision: below 2**-17 a
-# bfloat16 value is no longer a float16 number, above 65504 it overflows.
+# bfloat16 value is no longer a float16 number; 65280 is the largest bfloat16 below float16's overflow.
 MIN_SCALE = 2.0**-17
-MAX_SCALE = 65504.0
+MAX_SCALE = 65280.0
 
 
 def round_scale(scale: Tensor, scheme: Scheme) -> Tensor:
@@ -64,7 +64,9 @@ class QuantWeight:
         if self.codes.dtype != torch.uint8:
             raise ValueError(f"codes must be uint8, not {self.codes.dtype}")
         if tuple(self.scale.shape) != want:
-            raise ValueError(f"scale has shape {tuple(self.scale.shape)}; {self.scheme} of {rows}x{columns} needs {want}")
+            raise ValueError(
+                f"scale has shape {tuple(self.scale.shape)}; {self.scheme} of {rows}x{columns} needs {want}"
+            )
         if self.scheme.symmetric != (self.zero is None):
             raise ValueError("a symmetric weight has no zero tensor; an asymmetric one needs it")
         if self.zero is not None and tuple(self.zero.shape) != want:
@@ -94,7 +96,9 @@ class QuantWeight:
         return ((self.codes.float() - zero) * scale[:, index]).to(dtype)
 
     @staticmethod
-    def from_float(weight: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, order: Tensor | None = None):
+    def from_float(
+        weight: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, order: Tensor | None = None
+    ):
         """Round ``weight [out, in]`` to the nearest codes of a grid given per group.
 
         scale ``[out, groups]`` must already be rounded (:func:`round_scale`); zero holds integers.
@@ -103,7 +107,9 @@ class QuantWeight:
         z = float(scheme.midpoint) if zero is None else zero.float()[:, index]
         codes = to_codes(weight.float(), scale.float()[:, index], z, scheme.max_code).to(torch.uint8)
         dtype = getattr(torch, scheme.scale_dtype)
-        return QuantWeight(scheme, codes, scale.to(dtype), None if zero is None else zero.to(torch.uint8), order)
+        return QuantWeight(
+            scheme, codes, scale.to(dtype), None if zero is None else zero.to(torch.uint8), order
+        )
 
     def same_as(self, other: QuantWeight) -> str | None:
         """None when both hold exactly the same weights, else a sentence naming the first difference."""

@@ -132,7 +132,9 @@ def _make(kind: str, cls: str, name: str, options: dict[str, Any]):
     known = list(getattr(factory, "__dataclass_fields__", {}))
     for key in options:
         if key not in known:
-            raise UserError(f"{kind[:-1]} {name!r} has no option {key!r}: {plugins.suggest(key, known or ['(none)'])}")
+            raise UserError(
+                f"{kind[:-1]} {name!r} has no option {key!r}: {plugins.suggest(key, known or ['(none)'])}"
+            )
     try:
         return factory(**options)
     except (TypeError, ValueError) as e:
@@ -182,7 +184,7 @@ def _known_keys(loc: tuple) -> list[str]:
     model: type[BaseModel] = Recipe
     for part in loc:
         if isinstance(part, str):
-            children = {
+            children: dict[str, type[BaseModel]] = {
                 "calib": CalibSpec, "rewrites": RewriteSpec, "rules": Rule, "export": ExportSpec, "tune": TuneSpec, "weights": WeightFormat,
             }  # fmt: skip
             model = children.get(part, model)

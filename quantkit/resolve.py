@@ -33,13 +33,20 @@ def resolve_model(name: str) -> Path:
     if path.is_file():
         raise UserError(f"{path} is a file; give a Hugging Face model folder, a hub id or a .gguf file")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise UserError(f"{name!r} is neither a folder, nor a .gguf file, nor a hub id of the form owner/name")
+        raise UserError(
+            f"{name!r} is neither a folder, nor a .gguf file, nor a hub id of the form owner/name"
+        )
     return _from_hub(name)
 
 
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.md"]
     try:
@@ -57,7 +64,9 @@ def _from_hub(name: str) -> Path:
 
 def from_gguf(path: Path, dtype: str = "bfloat16") -> Path:
     """Dequantize a GGUF file into a cached Hugging Face folder (weights in ``dtype``), with its tokenizer."""
-    stamp = hashlib.sha256(f"{path.resolve()}|{path.stat().st_size}|{path.stat().st_mtime_ns}|{dtype}".encode()).hexdigest()
+    stamp = hashlib.sha256(
+        f"{path.resolve()}|{path.stat().st_size}|{path.stat().st_mtime_ns}|{dtype}".encode()
+    ).hexdigest()
     out = cache_folder() / "gguf" / f"{path.stem}-{stamp[:12]}"
     if (out / "complete").is_file():
         return out

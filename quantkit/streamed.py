@@ -68,7 +68,9 @@ class StreamedModel:
         return self.source.tensor(self._names.tensor(name))
 
     @torch.no_grad()
-    def hidden_states(self, ids: Tensor, batch: int = 1, tick: Callable[[int, int], None] | None = None) -> Tensor:
+    def hidden_states(
+        self, ids: Tensor, batch: int = 1, tick: Callable[[int, int], None] | None = None
+    ) -> Tensor:
         """Final hidden states (after the last norm) float32 ``[sequences, tokens, hidden]`` of int64 ``ids``.
 
         batch: sequences run at once. tick(block, blocks) is called before each block.

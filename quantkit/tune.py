@@ -129,19 +129,23 @@ class Tuner:
     the original's. teacher: final hidden states of the original for all windows, ``[windows, T, D]``.
     """
 
-    def __init__(self, body: Callable[[Tensor], Tensor], modules: nn.Module, head: Tensor, offset: float = 0.0) -> None:
+    def __init__(
+        self, body: Callable[[Tensor], Tensor], modules: nn.Module, head: Tensor, offset: float = 0.0
+    ) -> None:
         self.body, self.root, self.head = body, modules, head
         self.linears = {n: m for n, m in modules.named_modules() if isinstance(m, ScaledLinear)}
-        self.norms: dict[str, nn.Module] = {}
+        self.norms: dict[str, Any] = {}
         for name, module in list(modules.named_modules()):
             weight = getattr(module, "weight", None)
             if "norm" in name.rpartition(".")[2] and isinstance(weight, nn.Parameter) and weight.dim() == 1:
                 weight.requires_grad_(False)
-                parametrize.register_parametrization(module, "weight", _Gain(weight.detach(), offset), unsafe=True)
+                parametrize.register_parametrization(
+                    module, "weight", _Gain(weight.detach(), offset), unsafe=True
+                )
                 self.norms[name] = module
 
     def parameters(self) -> list[nn.Parameter]:
-        gains = [m.parametrizations["weight"][0].phi for m in self.norms.values()]  # type: ignore[index,union-attr]
+        gains = [m.parametrizations["weight"][0].phi for m in self.norms.values()]
         return [m.theta for m in self.linears.values()] + gains
 
     def loss(self, states: Tensor, teacher: Tensor) -> tuple[float, Tensor]:
@@ -166,7 +170,11 @@ class Tuner:
         return sum(values) / len(values)
 
     def train(
-        self, ids: Tensor, teacher: Tensor, options: TuneOptions, tell: Callable[[int, float, float | None], None]
+        self,
+        ids: Tensor,
+        teacher: Tensor,
+        options: TuneOptions,
+        tell: Callable[[int, float, float | None], None],
     ) -> TuneReport:
         """Train on all but the last ``held`` windows; leaves the best parameters, as they round, in place.
 
@@ -212,4 +220,4 @@ class Tuner:
 
     def gains(self) -> dict[str, Tensor]:
         """Tuned norm weights, float32, by module name."""
-        return {f"{name}.weight": module.weight.detach().clone() for name, module in self.norms.items()}  # type: ignore[union-attr]
+        return {f"{name}.weight": module.weight.detach().clone() for name, module in self.norms.items()}

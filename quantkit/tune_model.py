@@ -13,9 +13,15 @@ from quantkit.checkpoint import Source
 from quantkit.errors import UserError
 from quantkit.modelspec import ModelSpec
 from quantkit.plan import Names
-from quantkit.skeleton import build_skeleton, decoder_blocks, materialize, materialize_embeddings, materialize_head
+from quantkit.skeleton import (
+    build_skeleton,
+    decoder_blocks,
+    materialize,
+    materialize_embeddings,
+    materialize_head,
+)
 from quantkit.streamed import StreamedModel
-from quantkit.tune import ScaledLinear, Tuner, TuneOptions, TuneReport
+from quantkit.tune import ScaledLinear, TuneOptions, Tuner, TuneReport
 from quantkit.workdir import BlockResult, WorkFolder
 
 
@@ -42,7 +48,7 @@ def tune_work(
     tell("tuning: predictions of the original on the calibration windows")
     teacher_model = StreamedModel(source.folder, trust_remote_code)
     teacher = teacher_model.hidden_states(ids)
-    model = build_skeleton(config, trust_remote_code=trust_remote_code)
+    model: Any = build_skeleton(config, trust_remote_code=trust_remote_code)
     names = Names(source, spec)
 
     def tensor(name: str) -> Tensor:
@@ -54,7 +60,7 @@ def tune_work(
     for i, result in enumerate(results):
         _fill(model, f"{spec.blocks}.{i}", spec, result, tensor)
     materialize_head(model, spec, tensor)
-    head = model.get_submodule(spec.head).weight.detach()  # type: ignore[union-attr]
+    head = model.get_submodule(spec.head).weight.detach()
     body = model.base_model
 
     def states(batch: Tensor) -> Tensor:
@@ -75,12 +81,18 @@ def tune_work(
     return report
 
 
-def _fill(model: nn.Module, prefix: str, spec: ModelSpec, result: BlockResult, tensor: Callable[[str], Tensor]) -> None:
+def _fill(
+    model: nn.Module, prefix: str, spec: ModelSpec, result: BlockResult, tensor: Callable[[str], Tensor]
+) -> None:
     """Load one block, its quantized linears as ScaledLinear."""
     block = model.get_submodule(prefix)
     for module, weight in result.weights.items():
         local = module.removeprefix(f"{prefix}.")
-        bias = tensor(f"{module}.bias") if getattr(block.get_submodule(local), "bias", None) is not None else None
+        bias = (
+            tensor(f"{module}.bias")
+            if getattr(block.get_submodule(local), "bias", None) is not None
+            else None
+        )
         bias = result.floats.get(f"{module}.bias", bias)
         parent, _, leaf = local.rpartition(".")
         setattr(block.get_submodule(parent), leaf, ScaledLinear(weight, bias))
@@ -96,7 +108,9 @@ def _fill(model: nn.Module, prefix: str, spec: ModelSpec, result: BlockResult, t
 def _leaf(module: nn.Module) -> nn.Module:
     """The module itself; materialize walks children, and only leaves reach here."""
     if list(module.children()):
-        raise UserError(f"{type(module).__name__} has parameters of its own and children; tuning does not support it")
+        raise UserError(
+            f"{type(module).__name__} has parameters of its own and children; tuning does not support it"
+        )
     return module
 
 
@@ -116,7 +130,7 @@ def _store(
             linear.start.copy_(linear.result().scale.float())
             linear.theta.zero_()
         for name, module in tuner.norms.items():
-            gain = module.parametrizations["weight"]  # type: ignore[index,union-attr]
+            gain: Any = module.parametrizations["weight"]  # type: ignore[index,union-attr]
             gain.original.copy_(gains[f"{base}{name}.weight"].float())
             gain[0].phi.zero_()
     held = min(options.held, max(1, len(ids) // 4))

@@ -26,7 +26,7 @@ from quantkit.skeleton import BlockCall, run_block
 class HiddenStates:
     """Hidden states ``[sequences, tokens, hidden]`` float32, in memory or, past a limit, in a mapped file."""
 
-    def __init__(self, shape: tuple[int, int, int], scratch: Path | None) -> None:
+    def __init__(self, shape: tuple[int, ...], scratch: Path | None) -> None:
         size = shape[0] * shape[1] * shape[2]
         self._file = scratch
         if scratch is None:
@@ -89,7 +89,13 @@ class Walk:
         calls: dict[int, BlockCall],
         suspend: bool,
     ) -> None:
-        self.block, self.heads, self.hidden, self.batches, self.calls = block, list(heads), hidden, batches, calls
+        self.block, self.heads, self.hidden, self.batches, self.calls = (
+            block,
+            list(heads),
+            hidden,
+            batches,
+            calls,
+        )
         self.suspend = suspend
         self._halted: list[greenlet.greenlet] = []
 

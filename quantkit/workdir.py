@@ -150,4 +150,6 @@ def _weight(module: str, d: dict[str, Any], infos: Mapping[str, TensorInfo]) -> 
 
     codes, scale = part("codes"), part("scale")
     assert codes is not None and scale is not None
-    return QuantWeight(scheme, packing.unpack(codes, scheme.bits, columns), scale, part("zero"), part("order"))
+    return QuantWeight(
+        scheme, packing.unpack(codes, scheme.bits, columns), scale, part("zero"), part("order")
+    )

@@ -86,7 +86,10 @@ def test_truncated_file_is_named_before_work(tmp_path):
 
 def test_index_that_names_absent_shards(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    index = {
+        "metadata": {},
+        "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"},
+    }
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"a": torch.zeros(1)}, tmp_path / "model-00001-of-00002.safetensors")
     with pytest.raises(UserError, match=r"lacks 1 of 2 weight files.*model-00002"):

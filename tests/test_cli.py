@@ -85,7 +85,10 @@ def test_hub_id_offline_says_what_is_missing(capsys):
 
 def test_debug_shows_the_traceback(twin_folder):
     done = subprocess.run(
-        [sys.executable, "-m", "quantkit.cli", "--debug", "inspect", "nowhere"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "quantkit.cli", "--debug", "inspect", "nowhere"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode != 0 and "Traceback" in done.stderr
 
@@ -113,7 +116,19 @@ def test_quantize_plan_inspect_eval_together(twin_folder, calib_file, tmp_path, 
 
 def test_a_model_is_at_zero_distance_from_itself(twin_folder, tmp_path, capsys):
     model, rows = str(twin_folder("llama")), tmp_path / "rows.jsonl"
-    code, _, _ = run("eval", model, "--against", model, "--windows", "2", "--seq-len", "64", "--json", str(rows), capsys=capsys)
+    code, _, _ = run(
+        "eval",
+        model,
+        "--against",
+        model,
+        "--windows",
+        "2",
+        "--seq-len",
+        "64",
+        "--json",
+        str(rows),
+        capsys=capsys,
+    )
     found = {r["metric"]: r["value"] for r in map(json.loads, rows.read_text().splitlines())}
     assert code == 0 and found["kl"] == pytest.approx(0, abs=1e-7) and found["top1_agreement"] == 1
 

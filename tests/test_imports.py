@@ -20,12 +20,16 @@ FLOORS = [
     {"pipeline", "load", "allocate", "tune", "opened", "checks"},
     {"streamed"},
     {"tune_model"},
-    {"quantize", "convert"},
+    {"quantize", "convert", "engine"},
     {"evals", "measure", "report", "bench_kernels", "verify", "repair", "push"},
     {"commands", "cli"},
 ]
 LEVEL = {name: i for i, names in enumerate(FLOORS) for name in names}
-PLUGINS = ("solvers", "rewrites", "formats")  # a model that differs from another in a line or two is made from its SPEC
+PLUGINS = (
+    "solvers",
+    "rewrites",
+    "formats",
+)  # a model that differs from another in a line or two is made from its SPEC
 
 
 def imported(path: Path) -> set[str]:

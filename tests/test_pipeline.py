@@ -110,7 +110,9 @@ def test_same_seed_same_bytes_other_seed_other_windows(twin_folder, calib_file, 
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     other = recipe.model_copy(update={"calib": recipe.calib.model_copy(update={"seed": 1})})
     quantize(str(twin_folder("llama")), tmp_path / "c", other)
-    one, two = (json.loads((tmp_path / n / "quantkit.json").read_text())["calibration"]["sha256"] for n in "ac")
+    one, two = (
+        json.loads((tmp_path / n / "quantkit.json").read_text())["calibration"]["sha256"] for n in "ac"
+    )
     assert one != two
 
 
@@ -132,7 +134,9 @@ quantize({model!r}, Path({out!r}), recipe.load({recipe!r}), progress=Kill())
 """
 
 
-@pytest.mark.parametrize("solver, rewrites, after", [("gptq", [], 9), ("stack", [], 17), ("gptq", [{"name": "awq"}], 12)])
+@pytest.mark.parametrize(
+    "solver, rewrites, after", [("gptq", [], 9), ("stack", [], 17), ("gptq", [{"name": "awq"}], 12)]
+)
 def test_killed_run_resumes_to_identical_bytes(twin_folder, calib_file, tmp_path, solver, rewrites, after):
     """kill -9 in the middle of a block; the same command ends with the files of an unbroken run."""
     model = twin_folder("llama", num_hidden_layers=4)
@@ -140,7 +144,11 @@ def test_killed_run_resumes_to_identical_bytes(twin_folder, calib_file, tmp_path
     file = tmp_path / "r.yaml"
     file.write_text(recipes.dump(recipe))
     script = KILLER.format(
-        tests=str(Path(__file__).parent), after=after, model=str(model), out=str(tmp_path / "broken"), recipe=str(file)
+        tests=str(Path(__file__).parent),
+        after=after,
+        model=str(model),
+        out=str(tmp_path / "broken"),
+        recipe=str(file),
     )
     killed = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
@@ -181,11 +189,19 @@ def test_tied_embeddings_stay_tied_and_other_tensors_are_carried(twin_folder, ca
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("bits, symmetric, group", [(4, True, 32), (8, True, 0), (3, True, 32), (2, True, 32), (4, True, 0)])
+@pytest.mark.parametrize(
+    "bits, symmetric, group", [(4, True, 32), (8, True, 0), (3, True, 32), (2, True, 32), (4, True, 0)]
+)
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
-def test_plain_transformers_loads_it_with_equal_logits(twin_folder, calib_file, tmp_path, name, bits, symmetric, group):
+def test_plain_transformers_loads_it_with_equal_logits(
+    twin_folder, calib_file, tmp_path, name, bits, symmetric, group
+):
     weights = {"bits": bits, "symmetric": symmetric, "group": group}
-    quantize(str(twin_folder(name)), tmp_path / "q", make_recipe(calib_file, [{"weights": weights, "solver": "gptq"}]))
+    quantize(
+        str(twin_folder(name)),
+        tmp_path / "q",
+        make_recipe(calib_file, [{"weights": weights, "solver": "gptq"}]),
+    )
     ids = torch.randint(5, 300, (1, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)(ids).logits
@@ -195,7 +211,11 @@ def test_plain_transformers_loads_it_with_equal_logits(twin_folder, calib_file, 
 
 def test_w8a8_rounds_activations_as_transformers_does(twin_folder, calib_file, tmp_path):
     weights = {"bits": 8, "group": 0, "activation": "int8"}
-    quantize(str(twin_folder("llama")), tmp_path / "q", make_recipe(calib_file, [{"weights": weights, "solver": "gptq"}]))
+    quantize(
+        str(twin_folder("llama")),
+        tmp_path / "q",
+        make_recipe(calib_file, [{"weights": weights, "solver": "gptq"}]),
+    )
     ids = torch.randint(5, 300, (1, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)(ids).logits
@@ -233,7 +253,10 @@ def test_sabotaged_output_is_caught_before_success(twin_folder, calib_file, tmp_
         return out
 
     monkeypatch.setattr(compressed_tensors, "pack", swapped)
-    with pytest.raises(VerificationError, match=r"layers\.1\.self_attn\.k_proj was not written as it was solved.*codes differ"):
+    with pytest.raises(
+        VerificationError,
+        match=r"layers\.1\.self_attn\.k_proj was not written as it was solved.*codes differ",
+    ):
         quantize(str(twin_folder("llama")), tmp_path / "q", make_recipe(calib_file))
     assert not (tmp_path / "q").exists(), "no output folder without verification"
 
@@ -241,7 +264,9 @@ def test_sabotaged_output_is_caught_before_success(twin_folder, calib_file, tmp_
 def test_output_folder_rules(twin_folder, calib_file, tmp_path, monkeypatch):
     (tmp_path / "q").mkdir()
     (tmp_path / "q" / "precious").write_text("x")
-    with pytest.raises(UserError, match="exists; choose another folder with -o, or replace it with --overwrite"):
+    with pytest.raises(
+        UserError, match="exists; choose another folder with -o, or replace it with --overwrite"
+    ):
         quantize(str(twin_folder("llama")), tmp_path / "q", make_recipe(calib_file))
     assert (tmp_path / "q" / "precious").exists()
     usage = shutil.disk_usage(tmp_path)
@@ -268,7 +293,9 @@ def test_ragged_last_group_in_memory(calib_file, tmp_path, twin_folder):
     with pytest.raises(UserError, match="does not divide 72 columns"):
         prepare(
             str(twin_folder("llama-ragged")),
-            make_recipe(calib_file, [{"weights": {"bits": 4, "group": 32, "fit": "ragged"}, "solver": "gptq"}]),
+            make_recipe(
+                calib_file, [{"weights": {"bits": 4, "group": 32, "fit": "ragged"}, "solver": "gptq"}]
+            ),
         )
 
 

@@ -27,7 +27,10 @@ def rule(solver="rtn", match="*", **weights):
         ({"rules": [{"weights": {"bitz": 4}}]}, r"unknown key 'rules.0.weights.bitz': did you mean 'bits'"),
         ({"calib": {"sample": 4}}, r"unknown key 'calib.sample': did you mean 'samples'"),
         ({"rules": [rule("gptqq")]}, r"unknown solver 'gptqq': did you mean 'gptq'"),
-        ({"rules": [{**rule("gptq"), "options": {"dampings": 1}}]}, r"solver 'gptq' has no option 'dampings': did you mean 'damping'"),
+        (
+            {"rules": [{**rule("gptq"), "options": {"dampings": 1}}]},
+            r"solver 'gptq' has no option 'dampings': did you mean 'damping'",
+        ),
         ({"rules": [rule(bits=5)]}, r"rule 1 .*5-bit weights are not supported"),
         ({"rules": [rule(group=33)]}, r"group size 33 must be 0"),
         ({"export": {"format": "gptx"}}, r"unknown format 'gptx': did you mean 'gptq'"),
@@ -57,7 +60,9 @@ def test_recipe_files(tmp_path):
         assert recipes.parse(__import__("yaml").safe_load(recipes.dump(found)), "again") == found
 
 
-@pytest.mark.parametrize("columns, group, want", [(576, 128, 64), (896, 128, 128), (160, 128, 32), (72, 32, 0), (96, 64, 32)])
+@pytest.mark.parametrize(
+    "columns, group, want", [(576, 128, 64), (896, 128, 128), (160, 128, 32), (72, 32, 0), (96, 64, 32)]
+)
 def test_group_that_does_not_divide_shrinks_and_says_so(columns, group, want):
     scheme, why = fit_group(Scheme(4, True, group), columns, "shrink")
     assert scheme.group == want

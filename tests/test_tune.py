@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from quantkit import recipe as recipes
-from quantkit.qweight import QuantWeight, round_scale
 from quantkit.quantize import quantize
+from quantkit.qweight import QuantWeight, round_scale
 from quantkit.scheme import Scheme
-from quantkit.tune import ScaledLinear, Tuner, TuneOptions
+from quantkit.tune import ScaledLinear, TuneOptions, Tuner
 from quantkit.workdir import WorkFolder
 
 

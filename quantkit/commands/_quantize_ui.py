@@ -111,7 +111,9 @@ def summarize(outcome: Outcome, console: Console) -> None:
     for module, note in noted:
         by_note.setdefault(note, []).append(module)
     for note, modules in list(by_note.items())[:12]:
-        console.print(f"[yellow]note:[/] {modules[0]}{f' and {len(modules) - 1} more' if len(modules) > 1 else ''}: {note}")
+        console.print(
+            f"[yellow]note:[/] {modules[0]}{f' and {len(modules) - 1} more' if len(modules) > 1 else ''}: {note}"
+        )
     total = sum(outcome.seconds.values())
     shares = ", ".join(f"{k} {v:.1f} s" for k, v in sorted(outcome.seconds.items(), key=lambda kv: -kv[1]))
     console.print(f"{total:.1f} s ({shares}); peak memory {show_size(resident_bytes())}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -10,8 +11,20 @@ PROMPT = "The three states of matter are"
 
 
 @click.command("demo")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("out/demo"), show_default=True, help="Where to write.")
-@click.option("--samples", type=click.IntRange(1), default=32, show_default=True, help="Calibration windows of 512 tokens.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("out/demo"),
+    show_default=True,
+    help="Where to write.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1),
+    default=32,
+    show_default=True,
+    help="Calibration windows of 512 tokens.",
+)
 def command(out: Path, samples: int) -> None:
     """Quantize the embedded default model to 4 bits and compare it with the original.
 
@@ -24,8 +37,8 @@ def command(out: Path, samples: int) -> None:
     from quantkit.commands._quantize_ui import quantize_with_ui
     from quantkit.default_model import default_model
     from quantkit.evals.corpus import windows as make_windows
-    from quantkit.measure import measure_folder
     from quantkit.load import load_tokenizer
+    from quantkit.measure import measure_folder
 
     console = Console(stderr=True)
     console.print("[bold]1/3[/] the default model (fetched once, then cached)")
@@ -35,7 +48,9 @@ def command(out: Path, samples: int) -> None:
     console.print("[bold]2/3[/] quantizing to 4 bits")
     folder = out / f"{original.name}-w4"
     quantize_with_ui(str(original), folder, recipe, overwrite=True, restart=False)
-    console.print("[bold]3/3[/] measuring both on text that neither calibration nor this model's authors chose")
+    console.print(
+        "[bold]3/3[/] measuring both on text that neither calibration nor this model's authors chose"
+    )
     chosen = make_windows("heldout", load_tokenizer(original), 512)
     table = Table(title=f"{original.name} on {chosen.name}", title_justify="left")
     for head in ("", "bytes", "perplexity", "KL to original", "same top token"):
@@ -58,7 +73,8 @@ def command(out: Path, samples: int) -> None:
 def _sentence(folder: Path) -> str:
     from quantkit.load import load, load_tokenizer
 
-    tokenizer, model = load_tokenizer(folder), load(folder, "float32", dequantize=True)
+    model: Any = load(folder, "float32", dequantize=True)
+    tokenizer = load_tokenizer(folder)
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     out = model.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     return tokenizer.decode(out[0], skip_special_tokens=True).replace("\n", " ")

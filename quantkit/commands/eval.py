@@ -11,11 +11,23 @@ import click
 @click.command("eval")
 @click.argument("model")
 @click.option("--against", metavar="MODEL", help="The original model, for KL divergence and top-1 agreement.")
-@click.option("--corpus", default="heldout", show_default=True, help="heldout, wikitext2-test, wikitext2-valid, or a text file.")
+@click.option(
+    "--corpus",
+    default="heldout",
+    show_default=True,
+    help="heldout, wikitext2-test, wikitext2-valid, or a text file.",
+)
 @click.option("--windows", type=click.IntRange(1), default=8, show_default=True, help="Number of windows.")
-@click.option("--spread/--first", default=True, show_default=True, help="Windows spread over the text, or the first ones.")
+@click.option(
+    "--spread/--first",
+    default=True,
+    show_default=True,
+    help="Windows spread over the text, or the first ones.",
+)
 @click.option("--seq-len", type=click.IntRange(2), default=512, show_default=True, help="Tokens per window.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Append the rows to this JSON-lines file.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), help="Append the rows to this JSON-lines file."
+)
 @click.option("--label", help="Name of the model in the rows.  [default: the folder's name]")
 @click.option("--trust-remote-code", is_flag=True)
 def command(
@@ -30,8 +42,8 @@ def command(
 
     from quantkit.evals import provenance
     from quantkit.evals.corpus import windows as make_windows
-    from quantkit.measure import measure_folder
     from quantkit.load import load_tokenizer
+    from quantkit.measure import measure_folder
     from quantkit.resolve import resolve_model
 
     folder = resolve_model(model)
@@ -48,4 +60,6 @@ def command(
         about = provenance(data_sha256=chosen.sha256)
         with json_file.open("a", encoding="utf-8") as f:
             for row in rows:
-                f.write(json.dumps({"model": label or folder.name, **row, **about}, ensure_ascii=False) + "\n")
+                f.write(
+                    json.dumps({"model": label or folder.name, **row, **about}, ensure_ascii=False) + "\n"
+                )

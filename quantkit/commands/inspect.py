@@ -24,13 +24,21 @@ def command(folder: Path, modules: bool) -> None:
     source = Source(folder)
     fmt = format_of(source.config)
     console = Console()
-    console.print(f"[bold]{folder.name}[/]: {source.config.get('model_type')}, {len(source.files)} weight file(s), {show_size(source.nbytes)}")
+    console.print(
+        f"[bold]{folder.name}[/]: {source.config.get('model_type')}, {len(source.files)} weight file(s), {show_size(source.nbytes)}"
+    )
     stored = {} if fmt is None else quantized_modules(source, fmt)
     console.print(f"format: {'unquantized' if fmt is None else fmt.NAME}; {len(stored)} quantized modules")
     taken = {t for tensors in stored.values() for t in tensors}
     sizes: Counter[str] = Counter()
     for name, info in source.tensors.items():
-        kind = "quantized linears" if name in taken else "embedding and head" if "embed" in name or "lm_head" in name or "wte" in name else "other floats"
+        kind = (
+            "quantized linears"
+            if name in taken
+            else "embedding and head"
+            if "embed" in name or "lm_head" in name or "wte" in name
+            else "other floats"
+        )
         sizes[kind] += info.nbytes
     for kind, size in sizes.most_common():
         console.print(f"  {kind:<20} {show_size(size):>10}")
@@ -39,17 +47,28 @@ def command(folder: Path, modules: bool) -> None:
         console.print("no quantkit.json: this folder was not written by quantkit")
         return
     recipe = (manifest["recipe"] or {}).get("name", "unknown")
-    console.print(f"made by quantkit {manifest['quantkit']} from {manifest['base_model'] or 'an unnamed model'}, recipe {recipe}, {manifest['bits_per_weight']} bits per weight")
+    console.print(
+        f"made by quantkit {manifest['quantkit']} from {manifest['base_model'] or 'an unnamed model'}, recipe {recipe}, {manifest['bits_per_weight']} bits per weight"
+    )
     if origin := manifest.get("converted_from"):
         console.print(f"converted from {origin['name']} ({origin['format']})")
     reports = manifest["modules"]
     if reports:
         worst = max(reports, key=lambda r: r["error"])
-        console.print(f"largest relative error: {worst['error']:.3e} in {worst['module']} (rounding: {worst['baseline']:.3e})")
+        console.print(
+            f"largest relative error: {worst['error']:.3e} in {worst['module']} (rounding: {worst['baseline']:.3e})"
+        )
     if modules:
         table = Table()
         for head in ("module", "scheme", "solver", "error", "rounding", "notes"):
             table.add_column(head, overflow="fold")
         for r in reports:
-            table.add_row(r["module"], r["scheme"], r["solver"], f"{r['error']:.3e}", f"{r['baseline']:.3e}", "; ".join(r["notes"]))
+            table.add_row(
+                r["module"],
+                r["scheme"],
+                r["solver"],
+                f"{r['error']:.3e}",
+                f"{r['baseline']:.3e}",
+                "; ".join(r["notes"]),
+            )
         console.print(table)

@@ -13,8 +13,15 @@ from quantkit.commands._recipe_options import build_recipe, recipe_options
 @click.command("plan")
 @recipe_options
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
-@click.option("--for", "runtime", metavar="RUNTIME", help="What vllm, vllm-cpu, sglang, tgi, transformers or llama.cpp refuses.")
-@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks, for --for.")
+@click.option(
+    "--for",
+    "runtime",
+    metavar="RUNTIME",
+    help="What vllm, vllm-cpu, sglang, tgi, transformers or llama.cpp refuses.",
+)
+@click.option(
+    "--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks, for --for."
+)
 @click.option("--all", "show_all", is_flag=True, help="Every module, not one line per kind.")
 @click.pass_context
 def command(
@@ -66,16 +73,32 @@ def command(
         table.add_column(head, overflow="fold")
     rows: dict[tuple, list[str]] = {}
     for p in plan.layers:
-        kind = p.module if show_all else ".".join("*" if part.isdigit() else part for part in p.module.split("."))
-        key = (kind, f"{p.rows}x{p.columns}", str(p.scheme or "kept"), p.rule.solver if p.scheme else "", p.reason)
+        kind = (
+            p.module
+            if show_all
+            else ".".join("*" if part.isdigit() else part for part in p.module.split("."))
+        )
+        key = (
+            kind,
+            f"{p.rows}x{p.columns}",
+            str(p.scheme or "kept"),
+            p.rule.solver if p.scheme else "",
+            p.reason,
+        )
         rows.setdefault(key, []).append(p.module)
     for key, modules in rows.items():
         name = key[0] if len(modules) == 1 else f"{key[0]}  ({len(modules)})"
         table.add_row(name, *key[1:])
     console.print(table)
-    console.print(f"{len(plan.quantized)} linears at {plan.bits_per_weight:.4f} bits per weight, format {plan.format}")
-    console.print(f"weights on disk: {plan.output_bytes:,} bytes ({show_size(plan.output_bytes)}), now {show_size(plan.source_bytes)}")
-    console.print(f"peak memory about {show_size(plan.peak_bytes)} above the interpreter; disk {show_size(plan.disk_bytes)}")
+    console.print(
+        f"{len(plan.quantized)} linears at {plan.bits_per_weight:.4f} bits per weight, format {plan.format}"
+    )
+    console.print(
+        f"weights on disk: {plan.output_bytes:,} bytes ({show_size(plan.output_bytes)}), now {show_size(plan.source_bytes)}"
+    )
+    console.print(
+        f"peak memory about {show_size(plan.peak_bytes)} above the interpreter; disk {show_size(plan.disk_bytes)}"
+    )
     for warning in plan.warnings:
         console.print(f"[yellow]note:[/] {warning}")
     for sentence in refused:

@@ -11,10 +11,14 @@ from quantkit.commands._recipe_options import build_recipe, recipe_options
 
 @click.command("quantize")
 @recipe_options
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Output folder.  [default: MODEL-wBITS]")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Output folder.  [default: MODEL-wBITS]"
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing output folder.")
 @click.option("--restart", is_flag=True, help="Drop an unfinished run of this output instead of resuming it.")
-def command(model: str, output: Path | None, overwrite: bool, restart: bool, trust_remote_code: bool, **options) -> None:
+def command(
+    model: str, output: Path | None, overwrite: bool, restart: bool, trust_remote_code: bool, **options
+) -> None:
     """Quantize MODEL (a Hugging Face folder, a hub id or a .gguf file).
 
     An interrupted run goes on where it stopped when the same command is given again. The written folder is

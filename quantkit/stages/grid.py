@@ -32,7 +32,6 @@ class Grid:
         zero = torch.full_like(self.scale, scheme.midpoint) if self.zero is None else self.zero
         return -zero, scheme.max_code - zero
 
-
     def rows(self) -> list[Grid]:
         """One grid ``[1, out]`` per group."""
         zeros = [None] * len(self.scale) if self.zero is None else self.zero.split(1)

@@ -8,7 +8,12 @@ from torch import Tensor
 from quantkit.activations import HessianSum, Seen
 from quantkit.scheme import Scheme
 
-ALL_SCHEMES = [Scheme(bits, symmetric, group) for bits in (2, 3, 4, 8) for symmetric in (True, False) for group in (0, 32, 64, 128)]
+ALL_SCHEMES = [
+    Scheme(bits, symmetric, group)
+    for bits in (2, 3, 4, 8)
+    for symmetric in (True, False)
+    for group in (0, 32, 64, 128)
+]
 
 
 def correlated(tokens: int, width: int, seed: int = 0) -> Tensor:
@@ -16,7 +21,9 @@ def correlated(tokens: int, width: int, seed: int = 0) -> Tensor:
     g = torch.Generator().manual_seed(seed)
     mix = torch.randn(width, width, generator=g) / width**0.5
     size = torch.exp(torch.randn(width, generator=g))
-    return (torch.randn(tokens, width, generator=g) @ mix + torch.randn(tokens, width, generator=g) * 0.3) * size
+    return (
+        torch.randn(tokens, width, generator=g) @ mix + torch.randn(tokens, width, generator=g) * 0.3
+    ) * size
 
 
 def seen_of(x: Tensor, x_float: Tensor | None = None) -> Seen:
@@ -37,7 +44,9 @@ def relative_error(weight: Tensor, approximation: Tensor, hessian: Tensor) -> fl
 
 def nearest(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
     """Nearest symmetric grid value."""
-    return torch.clamp(torch.round(values / scale), -scheme.midpoint, scheme.max_code - scheme.midpoint) * scale
+    return (
+        torch.clamp(torch.round(values / scale), -scheme.midpoint, scheme.max_code - scheme.midpoint) * scale
+    )
 
 
 def greedy(outputs: Tensor, inputs: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:

@@ -17,7 +17,9 @@ CHANNEL = Scheme(3, symmetric=True, group=0)
 def walked(weight, factor, scheme, grid):
     """feedback.static's weight values [out, in] in natural order."""
     index = group_of(weight.shape[1], scheme.group, factor.order)
-    codes = feedback.static(factor.walk(weight.T.contiguous()), feedback.normalised(factor.upper), grid, index, scheme)
+    codes = feedback.static(
+        factor.walk(weight.T.contiguous()), feedback.normalised(factor.upper), grid, index, scheme
+    )
     return (factor.unwalk(codes) * grid.scale[group_of(weight.shape[1], scheme.group, None)]).T
 
 
@@ -54,7 +56,9 @@ def test_halving_equals_the_column_loop(width):
         loop[:, j:] -= ((loop[:, j] - want[:, j]) / upper[j, j])[:, None] * upper[j, j:]
     got = walked(w, factorize(h, 0.05), CHANNEL, grid).double()
     # One column whose value sits within float32 rounding of a tie may differ, and then all after it.
-    assert (got != want.float().double()).any(1).sum() <= 1, "more than one output differs from the plain loop"
+    assert (got != want.float().double()).any(1).sum() <= 1, (
+        "more than one output differs from the plain loop"
+    )
 
 
 @pytest.mark.parametrize("group", [8, 32, 64])
@@ -89,7 +93,9 @@ def test_corrected_target_is_greedy_least_squares_for_the_float_output():
     got = walked(target.T, factor, CHANNEL, grid)
     want = greedy(x_float.double() @ w.double().T, x.double(), grid.scale[0].double(), CHANNEL)
     different = ((got.double() - want).abs() > 1e-5).any(1)
-    assert different.sum() <= 1, f"{int(different.sum())} of 10 outputs differ from exact greedy least squares"
+    assert different.sum() <= 1, (
+        f"{int(different.sum())} of 10 outputs differ from exact greedy least squares"
+    )
     plain = walked(w, factor, CHANNEL, grid)
 
     def miss(q):
@@ -131,7 +137,9 @@ def test_factor_matches_the_definition():
     h = seen_of(correlated(300, 50)).hessian
     order = descending(h)
     factor = factorize(h, 0.02, order)
-    damped = h.double()[order][:, order] + 0.02 * h.double().diagonal().mean() * torch.eye(50, dtype=torch.float64)
+    damped = h.double()[order][:, order] + 0.02 * h.double().diagonal().mean() * torch.eye(
+        50, dtype=torch.float64
+    )
     want = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
     torch.testing.assert_close(factor.upper.double(), want, rtol=1e-4, atol=1e-6)
     assert factor.escalations == 0 and factor.damping == 0.02

@@ -30,7 +30,10 @@ def test_finds_the_best_integer_zero_often():
     for zero in range(8):
         trial = Grid(grid.scale, torch.full_like(grid.scale, zero))
         every.append(robust((w - round_to(w, trial, scheme) * grid.scale) / grid.scale, 0.7))
-    best, plain = torch.stack(every).amin(0), robust((w - round_to(w, grid, scheme) * grid.scale) / grid.scale, 0.7)
+    best, plain = (
+        torch.stack(every).amin(0),
+        robust((w - round_to(w, grid, scheme) * grid.scale) / grid.scale, 0.7),
+    )
     found = fit_zero(w, scheme, 0.7, 20)
     got = robust((w - round_to(w, found, scheme) * grid.scale) / grid.scale, 0.7)
     assert (got <= plain).all() and (got <= 1.01 * best).float().mean() > 0.5

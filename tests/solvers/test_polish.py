@@ -13,7 +13,9 @@ from quantkit.stages.polish import polish
 def rounded(w, scheme):
     grid = per_group(w, scheme, lambda run, at: minmax(run, scheme))
     index = group_of(len(w), scheme.group, None)
-    codes = torch.cat([round_to(w[a:b], row, scheme) for (a, b), row in zip(spans(len(w), scheme.group), grid.rows())])
+    codes = torch.cat(
+        [round_to(w[a:b], row, scheme) for (a, b), row in zip(spans(len(w), scheme.group), grid.rows())]
+    )
     return codes, grid, index
 
 
@@ -53,7 +55,9 @@ def test_refit_equals_least_squares():
     codes, grid, _ = rounded(w, scheme)
     _, got = polish(w, h, codes, grid, scheme, passes=200, move_codes=False)
     for r in range(6):
-        per_scale = torch.stack([x[:, a:b].double() @ codes[a:b, r].double() for a, b in spans(72, 32)], dim=1)
+        per_scale = torch.stack(
+            [x[:, a:b].double() @ codes[a:b, r].double() for a, b in spans(72, 32)], dim=1
+        )
         want = torch.linalg.lstsq(per_scale, x.double() @ w[:, r].double()).solution
         torch.testing.assert_close(got.scale[:, r].double(), want, rtol=1e-3, atol=1e-6)
 
@@ -90,4 +94,8 @@ def test_codes_and_scales_together_beat_each_alone(scheme):
     def total(**options):
         return costs(w, h, *polish(w, h, codes, grid, scheme, passes=3, **options), index).sum()
 
-    assert total() < min(total(move_codes=False), total(move_scales=False)) < costs(w, h, codes, grid, index).sum()
+    assert (
+        total()
+        < min(total(move_codes=False), total(move_scales=False))
+        < costs(w, h, codes, grid, index).sum()
+    )

@@ -34,12 +34,16 @@ CALIBRATED = [n for n in SOLVERS if n.startswith(("gptq", "stack"))]
 @pytest.mark.parametrize("name", SOLVERS)
 def test_never_above_rounding_and_stored_as_solved(name, scheme):
     solution = SOLVERS[name].solve(W, SEEN, scheme)
-    assert solution.error <= solution.baseline, f"{solution.error:.4g} above rounding's {solution.baseline:.4g}"
+    assert solution.error <= solution.baseline, (
+        f"{solution.error:.4g} above rounding's {solution.baseline:.4g}"
+    )
     q = solution.weight
     assert q.scheme == scheme and q.shape == (24, WIDTH)
     assert int(q.codes.max()) <= scheme.max_code
     if name != "stack":  # the stack's error is against its corrected target
-        assert relative_error(W, q.dequantize(), SEEN.hessian) == pytest.approx(solution.error, rel=1e-3, abs=1e-9)
+        assert relative_error(W, q.dequantize(), SEEN.hessian) == pytest.approx(
+            solution.error, rel=1e-3, abs=1e-9
+        )
     # Two bits over the plain range are so coarse that the paper's own scales may lose: there the guard may act.
     if name in CALIBRATED and not (scheme.bits == 2 and SOLVERS[name].grid == "minmax"):
         assert not any("worse than rounding" in note for note in solution.notes), solution.notes
@@ -57,7 +61,9 @@ def test_feedback_beats_rounding_on_any_correlated_input(name, seed):
 
 def test_stack_lowers_gptq_error_and_each_round_helps():
     scheme = Scheme(4, True, 64)
-    errors = [stack.Solver(correction=0, damping=0.01, rounds=n).solve(W, SEEN, scheme).error for n in (0, 1, 2)]
+    errors = [
+        stack.Solver(correction=0, damping=0.01, rounds=n).solve(W, SEEN, scheme).error for n in (0, 1, 2)
+    ]
     assert errors[2] < errors[1] < errors[0]
     assert errors[2] < gptq.Solver().solve(W, SEEN, scheme).error
 
@@ -101,7 +107,11 @@ def test_dynamic_order_says_which_column_belongs_to_which_group():
     index = q.columns_to_groups()
     assert index[order].tolist() == [0] * 32 + [1] * 32 + [2] * 8
     by_hand = torch.stack(
-        [(q.codes[:, c].float() - q.zero[:, index[c]].float()) * q.scale[:, index[c]].float() for c in range(WIDTH)], 1
+        [
+            (q.codes[:, c].float() - q.zero[:, index[c]].float()) * q.scale[:, index[c]].float()
+            for c in range(WIDTH)
+        ],
+        1,
     )
     assert torch.equal(q.dequantize(), by_hand)
     assert relative_error(W, by_hand, SEEN.hessian) < 0.02
@@ -170,9 +180,13 @@ def test_damping_is_raised_until_the_factorization_works():
 
 @pytest.mark.parametrize("name", CALIBRATED)
 def test_a_hopeless_hessian_falls_back_to_rounding(name):
-    hopeless = Seen(torch.eye(WIDTH) - 2.0 * torch.ones(WIDTH, WIDTH), tokens=600, cross=torch.zeros(WIDTH, WIDTH))
+    hopeless = Seen(
+        torch.eye(WIDTH) - 2.0 * torch.ones(WIDTH, WIDTH), tokens=600, cross=torch.zeros(WIDTH, WIDTH)
+    )
     solution = SOLVERS[name].solve(W, hopeless, Scheme(4, True, 32))
-    assert any("not positive definite" in note and "rounded" in note for note in solution.notes), solution.notes
+    assert any("not positive definite" in note and "rounded" in note for note in solution.notes), (
+        solution.notes
+    )
     assert (solution.weight.dequantize() - W).abs().max() < 1.0
 
 
@@ -223,7 +237,9 @@ def test_needs_follow_the_options():
     assert stack.Solver(correction=0).needs == {"hessian"}
 
 
-@pytest.mark.parametrize("options", [{"damping": -1}, {"grid": "best"}, {"act_ordre": "static"}, {"block": 0}])
+@pytest.mark.parametrize(
+    "options", [{"damping": -1}, {"grid": "best"}, {"act_ordre": "static"}, {"block": 0}]
+)
 def test_bad_options_are_refused(options):
     with pytest.raises((ValueError, TypeError)):
         gptq.Solver(**options)
