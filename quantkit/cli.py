@@ -24,6 +24,7 @@ COMMANDS = {
     "recipes": "List, show and check recipes.",
     "generate": "Continue a prompt, streamed.",
     "chat": "Talk with a model.",
+    "bench": "Time models side by side, the kernels alone, or a server.",
     "demo": "Quantize the embedded default model and compare it with the original.",
 }
 

@@ -21,7 +21,7 @@ FLOORS = [
     {"streamed"},
     {"tune_model"},
     {"quantize", "convert", "engine"},
-    {"evals", "measure", "report", "bench_kernels", "verify", "repair", "push"},
+    {"evals", "measure", "report", "bench_kernels", "bench", "bench_worker", "verify", "repair", "push"},
     {"commands", "cli"},
 ]
 LEVEL = {name: i for i, names in enumerate(FLOORS) for name in names}
