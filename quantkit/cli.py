@@ -24,6 +24,8 @@ COMMANDS = {
     "recipes": "List, show and check recipes.",
     "generate": "Continue a prompt, streamed.",
     "chat": "Talk with a model.",
+    "fit": "Will a model fit, and how fast can it decode, with each weight and cache scheme.",
+    "doctor": "Check this machine and installation, the kernels against the oracle.",
     "bench": "Time models side by side, the kernels alone, or a server.",
     "demo": "Quantize the embedded default model and compare it with the original.",
 }

@@ -22,6 +22,7 @@ FLOORS = [
     {"tune_model"},
     {"quantize", "convert", "engine"},
     {"evals", "measure", "report", "bench_kernels", "bench", "bench_worker", "verify", "repair", "push"},
+    {"doctor", "fit", "serve"},
     {"commands", "cli"},
 ]
 LEVEL = {name: i for i, names in enumerate(FLOORS) for name in names}
