@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": "Talk with a model.",
     "fit": "Will a model fit, and how fast can it decode, with each weight and cache scheme.",
     "doctor": "Check this machine and installation, the kernels against the oracle.",
+    "serve": "Serve a folder with vLLM or llama.cpp, or print the command.",
     "bench": "Time models side by side, the kernels alone, or a server.",
     "demo": "Quantize the embedded default model and compare it with the original.",
 }
