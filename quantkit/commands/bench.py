@@ -72,17 +72,19 @@ def _models(models: tuple[str, ...], contexts: str, new_tokens: int, rounds: int
     from rich.table import Table
 
     from quantkit.bench import Subject, bench
+    from quantkit.doctor import best_bandwidth
     from quantkit.errors import UserError
-    from quantkit.roofline import read_bandwidth
     from quantkit.sizes import parse_count, show_size
 
     if not models:
         raise UserError("nothing to measure; give model folders, `kernels`, or --url")
     subjects = [Subject.parse(m) for m in models]
     lengths = [parse_count(c) for c in contexts.split(",")]
-    bandwidth = read_bandwidth()
+    bandwidth, how = best_bandwidth()
     rows = bench(subjects, bandwidth, lengths, new_tokens, rounds)
-    table = Table(title=f"read bandwidth measured first: {bandwidth / 1e9:.1f} GB/s", title_justify="left")
+    table = Table(
+        title=f"read bandwidth measured first: {bandwidth / 1e9:.1f} GB/s ({how})", title_justify="left"
+    )
     heads = (
         "model",
         "engine",
