@@ -267,7 +267,9 @@ class _Streams:
     def _suspended_bytes(self, block: nn.Module, groups: Sequence[tuple[str, ...]]) -> int:
         """What the halted passes hold at most: residual stream, the group's input and its neighbours."""
         sequences, tokens, width = self.quantized.data.shape
-        widest = max((cast(Tensor, block.get_submodule(g[0]).weight).shape[-1] for g in groups), default=width)
+        widest = max(
+            (cast(Tensor, block.get_submodule(g[0]).weight).shape[-1] for g in groups), default=width
+        )
         streams = 1 if self.original is None else 2
         return sequences * tokens * (2 * width + max(widest, 2 * width)) * 4 * streams
 

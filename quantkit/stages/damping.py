@@ -74,15 +74,19 @@ def cholesky(hessian: Tensor, damping: float) -> tuple[Tensor, Tensor, float, in
 
     Returns the lower factor, the damped Hessian (float64 both), the damping it took, how often it was raised.
     """
-    base = hessian.double()
-    mean = float(base.diagonal().mean()) or 1.0
+    now = hessian.to(
+        torch.float64, copy=True
+    )  # wide layers: each copy of this matrix is a tenth of a gigabyte
+    diagonal = now.diagonal().clone()
+    mean = float(diagonal.mean()) or 1.0
     fraction = damping
     for attempt in range(ATTEMPTS):
-        now = damped(base, fraction)
+        now.diagonal().copy_(torch.where(diagonal == 0, 1.0, diagonal + fraction * diagonal.mean()))
         lower, failed = torch.linalg.cholesky_ex(now)
         # Sums in float32 leave noise of 1e-7: a pivot down there is noise, and dividing by it amplifies it.
         if not failed and float(lower.diagonal().min()) ** 2 > 1e-9 * mean:
             return lower, now, fraction, attempt
+        del lower
         fraction = max(RAISE * fraction, SMALLEST_RAISED)
     raise NotPositive(f"not positive definite even with {fraction / RAISE:.2g} of its mean diagonal added")
 
@@ -94,22 +98,27 @@ def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> F
     into an upper one, H = R RT, and U = R**-1. A third of the work, and better conditioned.
     Raises NotPositive.
     """
-    base = hessian if order is None else hessian[order][:, order]
-    lower, now, fraction, escalations = cholesky(base.flip(0, 1), damping)
-    upper = invert_upper(lower.flip(0, 1)).float()
-    return Factor(order, now.flip(0, 1).float(), upper, base.diagonal() == 0, fraction, escalations)
+    size = hessian.shape[0]
+    order_or_natural = torch.arange(size) if order is None else order
+    backwards = order_or_natural.flip(0)
+    lower, now, fraction, escalations = cholesky(hessian[backwards][:, backwards], damping)
+    walked = now.float().flip(0, 1)
+    del now
+    upper = lower.flip(0, 1)
+    del lower
+    invert_upper_(upper)
+    dead = hessian.diagonal()[order_or_natural] == 0
+    return Factor(order, walked, upper.float(), dead, fraction, escalations)
 
 
-def invert_upper(upper: Tensor, leaf: int = 64) -> Tensor:
-    """Inverse of an upper triangular matrix by halves: matrix products, and no work on the zeros below."""
+def invert_upper_(upper: Tensor, leaf: int = 64) -> None:
+    """Invert an upper triangular matrix in place, by halves: matrix products, and no work on the zeros below."""
     size = upper.shape[0]
     if size <= leaf:
-        return torch.linalg.solve_triangular(upper, torch.eye(size, dtype=upper.dtype), upper=True)
+        upper.copy_(torch.linalg.solve_triangular(upper, torch.eye(size, dtype=upper.dtype), upper=True))
+        return
     half = size // 2
-    left = invert_upper(upper[:half, :half], leaf)
-    right = invert_upper(upper[half:, half:], leaf)
-    inverse = torch.zeros_like(upper)
-    inverse[:half, :half] = left
-    inverse[half:, half:] = right
-    inverse[:half, half:] = -(left @ upper[:half, half:] @ right)
-    return inverse
+    left, right, corner = upper[:half, :half], upper[half:, half:], upper[:half, half:]
+    invert_upper_(left, leaf)
+    invert_upper_(right, leaf)
+    corner.copy_((left @ corner @ right).neg_())
