@@ -38,13 +38,16 @@ class HessianSum:
 
     def __init__(self, width: int, cross: bool = False) -> None:
         self.tokens = 0
+        self._closed = False
         self._gram = torch.zeros(width, width)
         self._cross = torch.zeros(width, width) if cross else None
         self._abs_sum = torch.zeros(width, dtype=torch.float64)
         self._abs_max = torch.zeros(width)
 
     def add(self, x: Tensor, x_float: Tensor | None = None) -> None:
-        """x: ``[..., in]``, any float dtype; x_float likewise (float stream of the same tokens)."""
+        """x: ``[..., in]``, any float dtype; x_float likewise (float stream of the same tokens). Not after seen()."""
+        if self._closed:
+            raise ValueError("the sum is closed: seen() was called")
         x = x.reshape(-1, x.shape[-1]).float()
         peak = x.abs().amax(0)
         if not bool(torch.isfinite(peak).all()):
@@ -62,13 +65,19 @@ class HessianSum:
         self.tokens += x.shape[0]
 
     def seen(self) -> Seen:
+        """The statistics of everything added; closes the sum."""
         if self.tokens == 0:
             raise ValueError("no activations were recorded")
         factor = 2.0 / self.tokens
+        if not self._closed:  # in place: for wide inputs a second copy is a tenth of a gigabyte
+            self._closed = True
+            self._gram.mul_(factor)
+            if self._cross is not None:
+                self._cross.mul_(factor)
         return Seen(
-            hessian=self._gram * factor,
+            hessian=self._gram,
             tokens=self.tokens,
-            cross=None if self._cross is None else self._cross * factor,
+            cross=self._cross,
             abs_mean=(self._abs_sum / self.tokens).float(),
             abs_max=self._abs_max.clone(),
         )

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from quantkit.activations import HessianSum, NonFinite, Seen
 from quantkit.checkpoint import Source, read_rows
 from quantkit.errors import UserError
+from quantkit.heap import give_back
 from quantkit.modelspec import ModelSpec
 from quantkit.plan import HIDDEN_IN_MEMORY, LayerPlan, Names, Plan, batch_tokens
 from quantkit.recipe import Rule, make_rewrite, make_solver
@@ -29,8 +30,9 @@ from quantkit.skeleton import BlockCall, capture, decoder_blocks, embedding_modu
 from quantkit.walk import Batches, HiddenStates, Walk
 from quantkit.workdir import BlockResult, ModuleReport, WorkFolder
 
-# Halted forward passes of one block may hold this much; past it each group's pass is run again instead.
-SUSPEND_IN_MEMORY = 256_000_000
+# Halted forward passes of one block and the largest solve beside them may take this much; past it each group's
+# pass is run again instead.
+SUSPEND_IN_MEMORY = 480_000_000
 # A rewrite is proven on a window of this many tokens.
 PROBE_TOKENS = 64
 
@@ -200,7 +202,9 @@ class _Streams:
     def start(state: _Run, ids: Tensor) -> _Streams:
         with state.timings.stage("capture"):
             recipe = state.plan.recipe
-            batches = Batches(len(ids), max(1, batch_tokens(recipe) // recipe.calib.seq_len))
+            batches = Batches(
+                len(ids), max(1, batch_tokens(recipe, state.plan.layers) // recipe.calib.seq_len)
+            )
             hidden, calls = _embed(state, ids, batches)
             needs_cross = any("cross" in make_solver(p.rule).needs for p in state.plan.quantized.values())
             original = None
@@ -249,8 +253,11 @@ class _Streams:
         for g, group in enumerate(groups):
             members = [(name, by_local[name]) for name in group if name in by_local]
             seen = self._see(state, walk, twin, g, members, scales.get(group[0]))
+            give_back()
             with state.timings.stage("solve"):
                 _solve_group(state, block, members, seen, result)
+            del seen
+            give_back()
         with state.timings.stage("capture"):
             walk.finish(self.quantized.data)
             if twin is not None and self.original is not None:
@@ -265,13 +272,15 @@ class _Streams:
         return Walk(block, heads, hidden, self.batches, self.calls[index], suspend)
 
     def _suspended_bytes(self, block: nn.Module, groups: Sequence[tuple[str, ...]]) -> int:
-        """What the halted passes hold at most: residual stream, the group's input and its neighbours."""
+        """What the halted passes hold at most (residual stream, the group's input and its neighbours), and what
+        factorizing the widest Hessian takes meanwhile."""
         sequences, tokens, width = self.quantized.data.shape
         widest = max(
             (cast(Tensor, block.get_submodule(g[0]).weight).shape[-1] for g in groups), default=width
         )
         streams = 1 if self.original is None else 2
-        return sequences * tokens * (2 * width + max(widest, 2 * width)) * 4 * streams
+        halted = sequences * tokens * (2 * width + max(widest, 2 * width)) * 4 * streams
+        return halted + widest * widest * 20
 
     def _see(
         self,

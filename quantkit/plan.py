@@ -268,14 +268,19 @@ def peak_bytes(source: Source, spec: ModelSpec, recipe: Recipe, layers: list[Lay
     widest = max(p.columns for p in layers)
     stacked = max(p.rows * p.columns for p in layers) * 3
     solve = widest * widest * (4 + 4 + 8 + 8) + stacked * 4 * 4
-    batch = batch_tokens(recipe) * (2 * max(p.rows for p in layers) + 6 * hidden_size(source.config)) * 4
+    batch = (
+        batch_tokens(recipe, layers) * (2 * max(p.rows for p in layers) + 6 * hidden_size(source.config)) * 4
+    )
     streams = 2 if any("cross" in make_solver(r).needs for r in recipe.rules if r.weights is not None) else 1
     return block * streams + hidden + max(solve, batch * streams)
 
 
-def batch_tokens(recipe: Recipe) -> int:
-    """Tokens run through a block at once: enough to keep the processor busy, few enough to stay small."""
-    return max(1, 4096 // recipe.calib.seq_len) * recipe.calib.seq_len
+def batch_tokens(recipe: Recipe, layers: list[LayerPlan]) -> int:
+    """Tokens run through a block at once: enough to keep the processor busy, few enough to stay small (the widest
+    activation of a batch is at most 32 MB, several of them are alive)."""
+    widest = max(max(p.rows, p.columns) for p in layers)
+    tokens = min(4096, max(1, 8_000_000 // widest))
+    return max(1, tokens // recipe.calib.seq_len) * recipe.calib.seq_len
 
 
 def describe_rewrites(recipe: Recipe) -> list[str]:

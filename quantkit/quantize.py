@@ -17,6 +17,7 @@ import quantkit
 from quantkit import plugins
 from quantkit.checkpoint import MANIFEST, FolderWriter, Source, folder_hashes, write_json
 from quantkit.errors import UserError, VerificationError
+from quantkit.heap import give_back
 from quantkit.load import load_config, load_tokenizer
 from quantkit.model_card import write_card
 from quantkit.modelspec import ModelSpec, spec_for
@@ -184,6 +185,7 @@ def execute(
     check_output(out, overwrite, plan.disk_bytes)
     with timings.stage("data"):
         calib = calibration(job)
+    give_back()  # a tokenizer of a large vocabulary leaves 100 MB behind
     if calib is not None:
         on_audit(calib.audit)
     with timings.stage("scan"):

@@ -11,7 +11,18 @@ ROOT = Path(__file__).parents[1] / "quantkit"
 
 # A file may import from its own floor or a lower one. Names are modules or packages directly under quantkit.
 FLOORS = [
-    {"__init__", "errors", "scheme", "packing", "plugins", "sizes", "activations", "kvscheme", "calib"},
+    {
+        "__init__",
+        "errors",
+        "heap",
+        "scheme",
+        "packing",
+        "plugins",
+        "sizes",
+        "activations",
+        "kvscheme",
+        "calib",
+    },
     {"qweight", "modelspec", "checkpoint", "runtime_rules", "roofline", "resolve", "regroup", "runtimes"},
     {"skeleton", "models", "stages", "default_model", "kv"},
     {"solvers", "rewrites", "kernels", "offgrid"},

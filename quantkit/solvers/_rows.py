@@ -18,7 +18,7 @@ from quantkit.stages.damping import Factor
 from quantkit.stages.grid import Grid, minmax, per_group, round_to, search, spans, squared
 
 # Weights solved at once. The work arrays of a solve are about eight times this many float32 numbers.
-AT_ONCE = 2**23
+AT_ONCE = 2**21
 
 
 @dataclass(slots=True)

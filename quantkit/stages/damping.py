@@ -69,23 +69,22 @@ def damped(hessian: Tensor, fraction: float) -> Tensor:
     return copy
 
 
-def cholesky(hessian: Tensor, damping: float) -> tuple[Tensor, Tensor, float, int]:
+def cholesky(hessian: Tensor, damping: float, order: Tensor | None = None) -> tuple[Tensor, float, int]:
     """Damp and factorize in float64, raising the damping threefold while that fails. Raises NotPositive.
 
-    Returns the lower factor, the damped Hessian (float64 both), the damping it took, how often it was raised.
+    order: rows and columns are taken in it. Returns the lower factor (float64), the damping it took, how often it
+    was raised.
     """
-    now = hessian.to(
-        torch.float64, copy=True
-    )  # wide layers: each copy of this matrix is a tenth of a gigabyte
+    now = _ordered(hessian, order, torch.float64)  # wide layers: each copy is a tenth of a gigabyte or two
     diagonal = now.diagonal().clone()
     mean = float(diagonal.mean()) or 1.0
     fraction = damping
     for attempt in range(ATTEMPTS):
-        now.diagonal().copy_(torch.where(diagonal == 0, 1.0, diagonal + fraction * diagonal.mean()))
+        now.diagonal().copy_(_damp(diagonal, fraction))
         lower, failed = torch.linalg.cholesky_ex(now)
         # Sums in float32 leave noise of 1e-7: a pivot down there is noise, and dividing by it amplifies it.
         if not failed and float(lower.diagonal().min()) ** 2 > 1e-9 * mean:
-            return lower, now, fraction, attempt
+            return lower, fraction, attempt
         del lower
         fraction = max(RAISE * fraction, SMALLEST_RAISED)
     raise NotPositive(f"not positive definite even with {fraction / RAISE:.2g} of its mean diagonal added")
@@ -98,17 +97,32 @@ def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> F
     into an upper one, H = R RT, and U = R**-1. A third of the work, and better conditioned.
     Raises NotPositive.
     """
-    size = hessian.shape[0]
-    order_or_natural = torch.arange(size) if order is None else order
-    backwards = order_or_natural.flip(0)
-    lower, now, fraction, escalations = cholesky(hessian[backwards][:, backwards], damping)
-    walked = now.float().flip(0, 1)
-    del now
-    upper = lower.flip(0, 1)
+    natural = torch.arange(hessian.shape[0])
+    walk = natural if order is None else order
+    lower, fraction, escalations = cholesky(hessian, damping, walk.flip(0))
+    upper = lower.float()
     del lower
+    upper = upper.flip(0, 1)
     invert_upper_(upper)
-    dead = hessian.diagonal()[order_or_natural] == 0
-    return Factor(order, walked, upper.float(), dead, fraction, escalations)
+    walked = _ordered(hessian, order, torch.float32)
+    diagonal = walked.diagonal().double()
+    walked.diagonal().copy_(_damp(diagonal, fraction))
+    return Factor(order, walked, upper, diagonal == 0, fraction, escalations)
+
+
+def _damp(diagonal: Tensor, fraction: float) -> Tensor:
+    """``fraction`` of the mean added; 1 where a column is dead."""
+    return torch.where(diagonal == 0, 1.0, diagonal + fraction * diagonal.mean())
+
+
+def _ordered(matrix: Tensor, order: Tensor | None, dtype: torch.dtype, rows: int = 512) -> Tensor:
+    """A private copy with rows and columns in ``order``, made a few rows at a time."""
+    if order is None:
+        return matrix.to(dtype, copy=True)
+    out = torch.empty(matrix.shape, dtype=dtype)
+    for at in range(0, len(order), rows):
+        out[at : at + rows] = matrix[order[at : at + rows]][:, order]
+    return out
 
 
 def invert_upper_(upper: Tensor, leaf: int = 64) -> None:
