@@ -110,25 +110,19 @@ def calibration(job: Job):
     if limit and spec.seq_len > limit:
         raise UserError(f"--seq-len {spec.seq_len} is longer than the model's context of {limit} tokens")
     tokenizer = load_tokenizer(job.source.folder, job.trust_remote_code)
-    sampler = _sampler(job) if spec.source == "self" else None
+    sampler = _sampler(job, tokenizer) if spec.source == "self" else None
     vocabulary = int(job.source.config.get("vocab_size", 0))
     options = CalibOptions(vocab_size=vocabulary)
     return load_calibration(spec.source, tokenizer, spec.samples, spec.seq_len, spec.seed, sampler, options)
 
 
-def _sampler(job: Job):
-    """Next-token logits of the original model, for calibration text that the model writes itself."""
-    from transformers import AutoModelForCausalLM
+def _sampler(job: Job, tokenizer: Any):
+    """Draws calibration text from the original model itself, which is whole in memory meanwhile."""
+    from quantkit.calib import sampler_for
+    from quantkit.load import load
 
-    model = AutoModelForCausalLM.from_pretrained(
-        job.source.folder, dtype=torch.float32, trust_remote_code=job.trust_remote_code
-    ).eval()
-
-    @torch.no_grad()
-    def logits(ids: Tensor) -> Tensor:
-        return model(ids).logits[:, -1]
-
-    return logits
+    model = load(job.source.folder, torch.float32, trust_remote_code=job.trust_remote_code)
+    return sampler_for(model, tokenizer)
 
 
 def fingerprint(job: Job, content_hash: str, ids_hash: str) -> dict[str, str]:

@@ -312,3 +312,12 @@ def test_hooks_are_gone_after_a_walk(twin_folder, calib_file, tmp_path):
     execute(job, tmp_path / "q")
     assert all(not m._forward_pre_hooks for m in job.model.modules() if isinstance(m, nn.Module))
     assert os.path.isdir(tmp_path / "q")
+
+
+def test_calibration_text_that_the_model_writes_itself(twin_folder, tmp_path):
+    calib = {"source": "self", "samples": 4, "seq_len": 24}
+    recipe = recipes.parse({"rules": [RULE], "calib": calib}, "t")
+    for name in ("a", "b"):
+        outcome = quantize(str(twin_folder("llama")), tmp_path / name, recipe)
+    assert outcome.audit["source"].startswith("self")
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
