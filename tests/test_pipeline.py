@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -321,3 +322,28 @@ def test_calibration_text_that_the_model_writes_itself(twin_folder, tmp_path):
         outcome = quantize(str(twin_folder("llama")), tmp_path / name, recipe)
     assert outcome.audit["source"].startswith("self")
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+
+
+def test_a_gguf_file_goes_in(twin_folder, tmp_path, monkeypatch):
+    """A .gguf file is dequantized once into the cache and quantized like a folder."""
+    from quantkit.formats import gguf
+    from quantkit.load import iterate
+    from quantkit.resolve import resolve_model
+
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    folder = twin_folder("llama")
+    file = tmp_path / "tiny.gguf"
+    gguf.write(iterate(folder), json.loads((folder / "config.json").read_text()), folder, file)
+    np.save(
+        tmp_path / "ids.npy",
+        torch.randint(5, 370, (6, 48), generator=torch.Generator().manual_seed(0)).numpy(),
+    )
+    quantize(str(file), tmp_path / "q", make_recipe(tmp_path / "ids.npy"))
+    cached = resolve_model(str(file))
+    assert cached == resolve_model(str(file)) and (cached / "complete").is_file()
+    before, after = load_file(folder / "model.safetensors"), load_file(cached / "model.safetensors")
+    for name, tensor in before.items():
+        assert torch.equal(tensor.float(), after[name].float()), name
+    file.write_bytes(b"not a gguf file")
+    with pytest.raises(UserError, match="cannot be read as a GGUF model"):
+        resolve_model(str(file))
