@@ -277,9 +277,9 @@ def peak_bytes(source: Source, spec: ModelSpec, recipe: Recipe, layers: list[Lay
 
 def batch_tokens(recipe: Recipe, layers: list[LayerPlan]) -> int:
     """Tokens run through a block at once: enough to keep the processor busy, few enough to stay small (the widest
-    activation of a batch is at most 32 MB, several of them are alive)."""
+    activation of a batch is at most 25 MB, several of them are alive)."""
     widest = max(max(p.rows, p.columns) for p in layers)
-    tokens = min(4096, max(1, 8_000_000 // widest))
+    tokens = min(4096, max(1, 6_300_000 // widest))
     return max(1, tokens // recipe.calib.seq_len) * recipe.calib.seq_len
 
 

@@ -21,8 +21,7 @@ class Factor:
     """A damped Hessian ``[in, in]`` and its factor, columns in the order of the walk.
 
     order: int64 ``[in]`` or None (natural): position p holds column ``order[p]``.
-    hessian: float32, damped, dead columns with 1 on the diagonal.
-    upper: float32 U, upper triangular, ``UT U = hessian**-1``: row j is how an error in column j spreads over
+    upper: float32 U, upper triangular, ``UT U = H**-1`` of the damped H (1 on the diagonal of dead columns): row j is how an error in column j spreads over
         the columns that follow, and ``1 / U[j, j]**2`` is what a unit error in column j costs after they
         compensated.
     dead: bool ``[in]``, columns whose input was always zero.
@@ -31,7 +30,6 @@ class Factor:
     """
 
     order: Tensor | None
-    hessian: Tensor
     upper: Tensor
     dead: Tensor
     damping: float
@@ -75,17 +73,21 @@ def cholesky(hessian: Tensor, damping: float, order: Tensor | None = None) -> tu
     order: rows and columns are taken in it. Returns the lower factor (float64), the damping it took, how often it
     was raised.
     """
-    now = _ordered(hessian, order, torch.float64)  # wide layers: each copy is a tenth of a gigabyte or two
-    diagonal = now.diagonal().clone()
+    diagonal = hessian.diagonal().double()
+    if order is not None:
+        diagonal = diagonal[order]
     mean = float(diagonal.mean()) or 1.0
     fraction = damping
     for attempt in range(ATTEMPTS):
+        # Factorized in place, in the column-major view that LAPACK wants: for wide layers each copy of the matrix
+        # is a tenth of a gigabyte or two.
+        now = _ordered(hessian, order, torch.float64).mT
         now.diagonal().copy_(_damp(diagonal, fraction))
-        lower, failed = torch.linalg.cholesky_ex(now)
+        lower, failed = torch.linalg.cholesky_ex(now, out=(now, torch.empty((), dtype=torch.int32)))
         # Sums in float32 leave noise of 1e-7: a pivot down there is noise, and dividing by it amplifies it.
         if not failed and float(lower.diagonal().min()) ** 2 > 1e-9 * mean:
             return lower, fraction, attempt
-        del lower
+        del lower, now
         fraction = max(RAISE * fraction, SMALLEST_RAISED)
     raise NotPositive(f"not positive definite even with {fraction / RAISE:.2g} of its mean diagonal added")
 
@@ -104,10 +106,8 @@ def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> F
     del lower
     upper = upper.flip(0, 1)
     invert_upper_(upper)
-    walked = _ordered(hessian, order, torch.float32)
-    diagonal = walked.diagonal().double()
-    walked.diagonal().copy_(_damp(diagonal, fraction))
-    return Factor(order, walked, upper, diagonal == 0, fraction, escalations)
+    dead = hessian.diagonal()[walk] == 0
+    return Factor(order, upper, dead, fraction, escalations)
 
 
 def _damp(diagonal: Tensor, fraction: float) -> Tensor:
