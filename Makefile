@@ -4,7 +4,6 @@
 #   make test-slow       the slower checks: real models, sanitizers
 #   make test-runtimes   exported checkpoints in vLLM and llama.cpp, each in an environment of its own
 #   make lint            ruff and mypy
-#   make results         measure again what stands in results/ (CPU part)
 VENV   ?= .venv
 PYTHON ?= python3
 PY     := $(VENV)/bin/python
@@ -16,7 +15,7 @@ DEVSTAMP := $(VENV)/.installed-dev
 # set where models and results of the demo go
 OUT    ?= out
 
-.PHONY: demo test test-slow test-runtimes lint results clean
+.PHONY: demo test test-slow test-runtimes lint clean
 .DELETE_ON_ERROR:
 
 $(PY):
