@@ -221,6 +221,13 @@ def _pieces(info: TensorInfo, limit: int = 1 << 24) -> Iterator[Tensor]:
             yield piece
 
 
+def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two stored tensors have the same dtype, shape and bytes; read piece by piece."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(torch.equal(a, b) for a, b in zip(_pieces(one), _pieces(other)))
+
+
 # ------------------------------------------------------------------------------------------------ writing
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -307,6 +314,20 @@ class FolderWriter:
         handle.seek(offset)
         if tensor.numel():
             handle.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def copy(self, name: str, info: TensorInfo) -> None:
+        """Write a tensor of another file as it is, piece by piece: the embedding need not be in memory whole."""
+        if (info.dtype, info.shape) != (self.layout[name][0], tuple(self.layout[name][1])):
+            raise ValueError(
+                f"{name}: planned {self.layout[name]}, the source holds {info.dtype} {info.shape}"
+            )
+        if name not in self._left:
+            raise ValueError(f"{name} was written twice")
+        self._left.discard(name)
+        handle, offset = self._where[name]
+        handle.seek(offset)
+        for piece in _pieces(info):
+            handle.write(piece.numpy().data)
 
     def close(self) -> None:
         if self._left:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit import plugins
-from quantkit.checkpoint import MANIFEST, FolderWriter, Source, folder_hashes, write_json
+from quantkit.checkpoint import MANIFEST, FolderWriter, Source, folder_hashes, same_bytes, write_json
 from quantkit.errors import UserError, VerificationError
 from quantkit.heap import give_back
 from quantkit.load import load_config, load_tokenizer
@@ -246,7 +246,7 @@ def assemble(
             notes += result.notes
         for name in plan.carried:
             if name not in changed:
-                writer.write(name, source.tensor(name))
+                writer.copy(name, source.tensors[name])
         writer.close()
     except BaseException:
         writer.abort()
@@ -328,7 +328,7 @@ def verify_against_work(job: Job, work: WorkFolder, folder: Path) -> None:
     for name in job.plan.carried:
         if name in seen:
             continue
-        if not torch.equal(written.tensor(name).view(torch.uint8), job.source.tensor(name).view(torch.uint8)):
+        if name not in written or not same_bytes(written.tensors[name], job.source.tensors[name]):
             raise VerificationError(f"{name} differs from the original model's; kept in {folder}")
         seen.add(name)
     if stray := sorted(set(written.tensors) - seen):
