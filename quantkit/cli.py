@@ -15,6 +15,7 @@ COMMANDS = {
     "quantize": "Quantize a model into a folder that other runtimes load.",
     "plan": "Show what quantize would do, from headers alone: schemes, bytes, memory.",
     "eval": "Measure a model: perplexity, and divergence from the original.",
+    "compare": "Models side by side: one table, and a page with plots, Markdown and CSV.",
     "export": "Convert a quantized model to another format without rounding anew.",
     "verify": "Check a checkpoint, and compare a runtime's answers with our own arithmetic.",
     "repair": "Find and mend what is wrong with a checkpoint of any tool.",
