@@ -260,18 +260,17 @@ def _memory(folder: Folder, trust: bool, tell: Tell) -> list[Row]:
 def greedy(folder: Path, prompt: str, tokens: int, trust_remote_code: bool = False) -> str:
     """What a folder writes after ``prompt``: always the likeliest token, weights dequantized to float32."""
     import torch
+    from transformers import DynamicCache
 
     model: Any = load(folder, "float32", dequantize=True, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(folder, trust_remote_code)
     stop = getattr(model.generation_config, "eos_token_id", None)
     stops = set(stop) if isinstance(stop, (list, tuple)) else {stop, tokenizer.eos_token_id}
     step = tokenizer(prompt, return_tensors="pt").input_ids
-    cache: Any = None
-    found: list[int] = []
+    cache, found = DynamicCache(config=model.config), list[int]()
     with torch.inference_mode():
         while len(found) < tokens:
-            out = model(input_ids=step, past_key_values=cache, use_cache=True)
-            cache, token = out.past_key_values, int(out.logits[0, -1].argmax())
+            token = int(model(input_ids=step, cache=cache, use_cache=True).logits[0, -1].argmax())
             if token in stops:
                 break
             found.append(token)

@@ -58,8 +58,10 @@ def command(
     check_output(out)
     report = compare(models, against, corpus, windows, seq_len, rows, samples, trust_remote_code, tell)
     table, console = terminal(report), Console()
-    if not console.is_terminal:  # a file has no width: nothing is folded
+    if not console.is_terminal:  # a file has no width: no cell is folded, only the line below the table
+        caption, table.caption = table.caption, None
         console.width = max(80, Console(width=10_000).measure(table).maximum)
+        table.caption = caption
     console.print(table)
     for path in write(report, out, tell):
         click.echo(f"wrote {path}", err=True)
