@@ -10,6 +10,7 @@ from weights import check, random_weight
 
 from quantkit.kernels import linear, native
 from quantkit.kernels.linear import Request, cpu, reference
+from quantkit.qweight import QuantWeight
 from quantkit.scheme import Scheme
 
 SHAPES = (
@@ -242,3 +243,15 @@ def test_bad_order_is_refused(lib):
     broken = type(weight)(weight.scheme, weight.codes, weight.scale, None, torch.arange(1, 65))
     with pytest.raises(native.NativeError, match=r"order\[63\] = 64"):
         native.pack(broken)
+
+
+@pytest.mark.parametrize("precision", ["exact", "bf16", "int16", "int8"])
+def test_codes_at_the_zero_point_give_exactly_zero(lib, precision):
+    """The smallest case that fuzzing found: one weight, and it is 0."""
+    scheme = Scheme(3, True, 0)
+    weight = QuantWeight(
+        scheme, torch.full((1, 1), 4, dtype=torch.uint8), torch.ones(1, 1, dtype=torch.bfloat16)
+    )
+    y, request = run(weight, torch.randn(1, 1), None, precision=precision)
+    assert torch.equal(y, torch.zeros(1, 1))
+    check(y, torch.randn(1, 1), weight, None, request, str(request))
