@@ -276,7 +276,8 @@ def header_bytes(layout: Layout, metadata: Mapping[str, str]) -> tuple[bytes, di
 class FolderWriter:
     """Writes the tensors of ``layout`` in any order into ``model.safetensors`` or shards of it.
 
-    Every tensor must be written exactly once with the promised dtype and shape; ``close`` checks it.
+    Every tensor must be written exactly once with the promised dtype and shape; ``close`` checks it. As a context
+    manager it closes at the end of the block, and only lets go of the files when the block raised.
     """
 
     def __init__(self, folder: Path, layout: Layout, shard_limit: int = 5_000_000_000) -> None:
@@ -301,31 +302,35 @@ class FolderWriter:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        dtype, shape = self.layout[name]
-        if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-            raise ValueError(
-                f"{name}: planned {dtype} {tuple(shape)}, got {tensor.dtype} {tuple(tensor.shape)}"
-            )
+    def __enter__(self) -> FolderWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _place(self, name: str, dtype: torch.dtype, shape: Iterable[int]) -> Any:
+        """The file, at the place of this tensor. Raises ValueError for another dtype or shape, or a repeat."""
+        planned, planned_shape = self.layout[name]
+        if dtype != planned or tuple(shape) != tuple(planned_shape):
+            raise ValueError(f"{name}: planned {planned} {tuple(planned_shape)}, got {dtype} {tuple(shape)}")
         if name not in self._left:
             raise ValueError(f"{name} was written twice")
         self._left.discard(name)
         handle, offset = self._where[name]
         handle.seek(offset)
+        return handle
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        handle = self._place(name, tensor.dtype, tensor.shape)
         if tensor.numel():
             handle.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def copy(self, name: str, info: TensorInfo) -> None:
         """Write a tensor of another file as it is, piece by piece: the embedding need not be in memory whole."""
-        if (info.dtype, info.shape) != (self.layout[name][0], tuple(self.layout[name][1])):
-            raise ValueError(
-                f"{name}: planned {self.layout[name]}, the source holds {info.dtype} {info.shape}"
-            )
-        if name not in self._left:
-            raise ValueError(f"{name} was written twice")
-        self._left.discard(name)
-        handle, offset = self._where[name]
-        handle.seek(offset)
+        handle = self._place(name, info.dtype, info.shape)
         for piece in _pieces(info):
             handle.write(piece.numpy().data)
 

@@ -361,18 +361,13 @@ def _write_gguf(opened: Opened, survey: _Survey, fmt: ModuleType, out: Path) -> 
 
 def _write_folder(opened: Opened, survey: _Survey, fmt: ModuleType, folder: Path) -> None:
     folder.mkdir(parents=True)
-    writer = FolderWriter(folder, survey.layout)
-    try:
+    with FolderWriter(folder, survey.layout) as writer:
         for name, value in _adapted(opened, survey):
             if isinstance(value, Tensor):
                 writer.write(name, value)
                 continue
             for tensor_name, tensor in fmt.pack(name, value, survey.quantization).items():
                 writer.write(tensor_name, tensor)
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
     opened.write_side_files(folder)
     for name, content in fmt.side_files(survey.quantization).items():
         (folder / name).write_bytes(content)

@@ -166,18 +166,15 @@ def make_offgrid(
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     layout = {name: (info.dtype, info.shape) for name, info in source.tensors.items()}
-    writer = FolderWriter(staged, layout)
     try:
-        report = _Copy(source, writer, model, spec, seed, random_scales).run()
-        writer.close()
-    except BaseException:
-        writer.abort()
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
-    write_json(staged / "config.json", source.config)
-    for path in source.side_files():
-        shutil.copyfile(path, staged / path.name)
-    staged.rename(target)
+        with FolderWriter(staged, layout) as writer:
+            report = _Copy(source, writer, model, spec, seed, random_scales).run()
+        write_json(staged / "config.json", source.config)
+        for path in source.side_files():
+            shutil.copyfile(path, staged / path.name)
+        staged.rename(target)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)  # renamed away when all went well
     return report
 
 

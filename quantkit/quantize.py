@@ -227,11 +227,10 @@ def assemble(
     fmt = plugins.load("formats", plan.format)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    writer = FolderWriter(staging, plan.layout)
     reports: list[ModuleReport] = []
     notes: list[str] = []
     changed: set[str] = set()
-    try:
+    with FolderWriter(staging, plan.layout) as writer:
         for block in range(work.finished()):
             result = work.load(block)
             for module, weight in result.weights.items():
@@ -247,10 +246,6 @@ def assemble(
         for name in plan.carried:
             if name not in changed:
                 writer.copy(name, source.tensors[name])
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
     for file in source.side_files():
         shutil.copyfile(file, staging / file.name)
     for name, content in fmt.side_files(plan.quantization_config).items():

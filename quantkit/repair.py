@@ -93,15 +93,10 @@ def repair(
 
 
 def _rewrite(source: Source, folder: Path, nibbles: set[str]) -> None:
-    writer = FolderWriter(folder, {n: (i.dtype, i.shape) for n, i in source.tensors.items()})
-    try:
+    with FolderWriter(folder, {n: (i.dtype, i.shape) for n, i in source.tensors.items()}) as writer:
         for name in source.tensors:
             tensor = source.tensor(name)
             writer.write(name, checks.swap_nibbles(tensor) if name in nibbles else tensor)
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 # ------------------------------------------------------------------------------------ against the base

@@ -8,7 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.checkpoint import FolderWriter, Source, read_header, read_rows, read_tensor, write_file
+from quantkit.checkpoint import (
+    FolderWriter,
+    Source,
+    read_header,
+    read_rows,
+    read_tensor,
+    same_bytes,
+    write_file,
+)
 from quantkit.errors import UserError
 
 
@@ -147,3 +155,23 @@ def test_read_tensor_gives_private_memory(tmp_path):
     first = read_tensor(source.tensors["a.weight"])
     first.zero_()
     assert torch.equal(source.tensor("a.weight"), SAMPLE["a.weight"])
+
+
+def test_writer_as_context_copies_and_lets_go_of_files(tmp_path):
+    source = Source(folder_with(tmp_path, SAMPLE))
+    layout = {n: (i.dtype, i.shape) for n, i in source.tensors.items()}
+    (tmp_path / "copy").mkdir()
+    with FolderWriter(tmp_path / "copy", layout) as writer:
+        for name, info in source.tensors.items():
+            writer.copy(name, info)
+    copied, _ = read_header(tmp_path / "copy" / "model.safetensors")
+    assert all(same_bytes(copied[n], source.tensors[n]) for n in SAMPLE)
+    assert not same_bytes(copied["a.weight"], source.tensors["b"])
+    with pytest.raises(ValueError, match="never written"), FolderWriter(tmp_path / "copy", layout) as writer:
+        writer.copy("b", source.tensors["b"])
+    with pytest.raises(RuntimeError, match="mine"), FolderWriter(tmp_path / "copy", layout) as writer:
+        raise RuntimeError("mine")  # not hidden by a complaint about what is missing
+    with pytest.raises(ValueError, match="closed file"):
+        writer.copy("b", source.tensors["b"])
+    with pytest.raises(ValueError, match=r"a.weight: planned"):
+        FolderWriter(tmp_path / "copy", layout).copy("a.weight", source.tensors["b"])

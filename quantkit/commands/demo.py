@@ -48,9 +48,7 @@ def command(out: Path, samples: int) -> None:
     console.print("[bold]2/3[/] quantizing to 4 bits")
     folder = out / f"{original.name}-w4"
     quantize_with_ui(str(original), folder, recipe, overwrite=True, restart=False)
-    console.print(
-        "[bold]3/3[/] measuring both on text that neither calibration nor this model's authors chose"
-    )
+    console.print("[bold]3/3[/] measuring both on the bundled held-out text (none of it is calibration text)")
     chosen = make_windows("heldout", load_tokenizer(original), 512)
     table = Table(title=f"{original.name} on {chosen.name}", title_justify="left")
     for head in ("", "bytes", "perplexity", "KL to original", "same top token"):

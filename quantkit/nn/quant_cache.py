@@ -46,6 +46,9 @@ class LayerNote:
     reason: str = ""
 
 
+NO_OFFLOAD = "pages of a quantized cache stay on their device; build the cache without offloading"
+
+
 class QuantLayer(CacheLayerMixin):
     """Full attention, or (with ``sliding_window``) sliding attention whose pages are freed once out of sight.
 
@@ -223,11 +226,14 @@ class QuantLayer(CacheLayerMixin):
             sequence.release()
         self.sequences, self.is_initialized, self.cumulative_length = [], False, 0
 
+    # transformers calls these two when a cache is built with offloading. Inheriting them would move two tensors that
+    # a quantized layer does not have and report success.
+
     def offload(self) -> None:
-        raise NotImplementedError("a quantized layer cannot be offloaded to another device")
+        raise NotImplementedError(NO_OFFLOAD)
 
     def prefetch(self) -> None:
-        raise NotImplementedError("a quantized layer cannot be offloaded to another device")
+        raise NotImplementedError(NO_OFFLOAD)
 
     def fork(self) -> QuantLayer:
         """A layer with the same content that shares all pages."""
@@ -370,7 +376,9 @@ def _copy_plain(layer: Any) -> Any:
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and not getattr(
         layer, "is_croppable", False
     ):
-        raise NotImplementedError(f"fork: {type(layer).__name__} holds state that cannot be shared")
+        raise NotImplementedError(
+            f"fork: {type(layer).__name__} holds state that changes in place and cannot be shared; process the prefix again"
+        )
     twin = object.__new__(type(layer))
     twin.__dict__.update(layer.__dict__)
     return twin
